@@ -169,7 +169,7 @@ impl Bytes {
 fn with_draft_head(config: &ModelConfig) -> ModelConfig {
     let mut config = config.clone();
     if let Some(mut head) = config.layers.last().copied() {
-        head.mixer = MixerKind::FullAttention;
+        (head.mixer, head.window) = (MixerKind::FullAttention, None);
         config.layers.push(head);
     }
     config

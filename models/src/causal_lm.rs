@@ -109,13 +109,14 @@ impl CausalLm {
         })
     }
 
-    /// The keys and values of one sequence in one softmax layer.
+    /// The keys and values of one sequence in one softmax layer without a window.
     pub(crate) fn cache_shape(&self, max_len: usize) -> CacheShape {
         CacheShape {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.config.attention.head_dim,
             max_len,
+            window: None,
             dtype: self.dtype,
             device: self.device.clone(),
         }

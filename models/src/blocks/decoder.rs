@@ -56,7 +56,7 @@ impl DecoderLayer {
                 (Mixer::Linear(layer), uses_candle)
             }
             MixerKind::FullAttention => {
-                let attention = GatedAttention::load(cfg, &source.pp("self_attn"))?;
+                let attention = GatedAttention::load(cfg, layer.window, &source.pp("self_attn"))?;
                 let uses_candle = attention.uses_candle();
                 (Mixer::Full(attention), uses_candle)
             }

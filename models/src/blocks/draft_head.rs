@@ -36,7 +36,7 @@ impl DraftHead {
         let (mtp, h) = (source.pp("mtp"), config.hidden_size);
         let norm = |name: &str| RmsNorm::load(h, config.rms_norm_eps, mtp.pp(name).dense);
         let Some(last) = config.layers.last() else { bail!("config: expected at least one layer") };
-        let layer = LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn };
+        let layer = LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn, window: None };
         Ok(Self {
             norm_embedding: norm("pre_fc_norm_embedding")?,
             norm_hidden: norm("pre_fc_norm_hidden")?,

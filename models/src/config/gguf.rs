@@ -69,7 +69,7 @@ impl ModelConfig {
             attention,
             gdn: e.gdn(hidden_size, rms_norm_eps)?,
             moe,
-            layers: e.mixers()?.into_iter().map(|mixer| LayerConfig { mixer, ffn }).collect(),
+            layers: e.mixers()?.into_iter().map(|mixer| LayerConfig { mixer, ffn, window: None }).collect(),
             eos_token_ids: ends::token_ids(file, vocab_size)?,
             fp8: None,
         })

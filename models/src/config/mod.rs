@@ -66,6 +66,8 @@ pub struct LayerConfig {
     pub mixer: MixerKind,
     /// Feed-forward part.
     pub ffn: FfnKind,
+    /// Softmax attention sees so many tokens, the token itself included (`sliding_attention`); `None`: all before it.
+    pub window: Option<usize>,
 }
 
 /// Sizes of the gated softmax attention.

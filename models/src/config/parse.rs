@@ -232,7 +232,7 @@ fn layers(f: &Fields, family: Family, has_experts: bool) -> Result<Vec<LayerConf
         true => Ok(FfnKind::Moe),
         false => f.count("intermediate_size").map(|intermediate_size| FfnKind::Dense { intermediate_size }),
     };
-    mixers.into_iter().enumerate().map(|(i, mixer)| Ok(LayerConfig { mixer, ffn: ffn(i)? })).collect()
+    mixers.into_iter().enumerate().map(|(i, mixer)| Ok(LayerConfig { mixer, ffn: ffn(i)?, window: None })).collect()
 }
 
 fn mixers(f: &Fields, n: usize) -> Result<Vec<MixerKind>> {

@@ -129,7 +129,7 @@ impl SequencePool {
             let Some(src) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
             dst.restore(state, src)?;
         }
-        let (mut place, mut head_at) = (0, 0);
+        let mut place = 0;
         for segment in &snapshot.segments {
             let mut src = segment.layers.iter();
             segment.thread.reading(&self.device, || {
@@ -137,14 +137,14 @@ impl SequencePool {
                     // A segment may have new tokens of the draft head alone.
                     let (LayerSlots::Full(kv), true) = (layer, place < segment.end) else { continue };
                     let Some([k, v]) = src.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-                    kv.write(slot, place, [k, v])?;
+                    kv.write(slot, segment.end, [k, v])?;
                 }
                 match (&mut self.head, &segment.head) {
-                    (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
+                    (Some(head), Some([k, v])) => head.kv.write(slot, segment.head_end, [k, v]),
                     _ => Ok(()),
                 }
             })?;
-            (place, head_at) = (segment.end, segment.head_end);
+            place = segment.end;
         }
         if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
             head.slots[slot] = state.clone();
@@ -193,7 +193,7 @@ impl SequencePool {
                 LayerSlots::Full(_) if len == 0 => {}
                 LayerSlots::Full(kv) => {
                     let [k, v] = kv.read(src, 0..len)?;
-                    kv.write(dst, 0, [&k, &v])?;
+                    kv.write(dst, len, [&k, &v])?;
                 }
             }
         }
@@ -203,7 +203,7 @@ impl SequencePool {
             let tokens = state.len + usize::from(state.next.is_some());
             if tokens > 0 {
                 let [k, v] = head.kv.read(src, 0..tokens)?;
-                head.kv.write(dst, 0, [&k, &v])?;
+                head.kv.write(dst, tokens, [&k, &v])?;
             }
         }
         Ok(())

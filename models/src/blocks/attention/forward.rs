@@ -9,6 +9,7 @@ use candle_gdn::CuSeqlens;
 use candle_gdn_core::cpu::matmul::products;
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::{host, Launch};
+use std::ops::Range;
 
 /// The new tokens of a pass on the CPU.
 pub(crate) struct CpuTokens<'a> {
@@ -22,6 +23,18 @@ pub(crate) struct CpuTokens<'a> {
     pub max_tokens: usize,
     /// Whether attention follows the append.
     pub attend: bool,
+}
+
+/// New tokens of a pass on a device that one append and one read of a cache are about.
+#[derive(Debug)]
+pub(crate) struct DeviceTokens {
+    /// Those of the packed ones.
+    pub tokens: Range<usize>,
+    /// Their boundaries; `None` where each sequence has one.
+    pub cu_seqlens: Option<CuSeqlens>,
+    pub cache: AttentionCache,
+    /// The longest sequence after the pass.
+    pub max_len: usize,
 }
 
 /// `x [.., hidden]` by each of the projections, in f32.
@@ -98,27 +111,26 @@ impl GatedAttention {
     pub(crate) fn append_cuda(
         &self,
         x: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        cache: &AttentionCache,
+        calls: &[DeviceTokens],
         launch: &Launch,
     ) -> Result<()> {
         let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
         let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
         let (k, v) = (k?, v?);
-        self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
+        for call in calls {
+            let [k, v] = [&k, &v].map(|rows| rows.narrow(0, call.tokens.start, call.tokens.len()));
+            let (k, v) = (k?, v?);
+            self.prepare(call, launch)?.forward(&k, &k, &v)?;
+        }
+        Ok(())
     }
 
-    fn prepare(
-        &self,
-        cache: &AttentionCache,
-        cu_seqlens: Option<&CuSeqlens>,
-        launch: &Launch,
-    ) -> Result<AttentionPrepare> {
+    fn prepare(&self, call: &DeviceTokens, launch: &Launch) -> Result<AttentionPrepare> {
         // The norms' scales are 1 + w already.
         let options = PrepareOptions { eps: f64::from(self.q_norm.eps), zero_centred: false };
         let (q_scale, k_scale) = (&self.q_norm.scale, &self.k_norm.scale);
-        let prepare = AttentionPrepare::new(cache, q_scale, k_scale, &self.frequencies, options)?;
-        Ok(AttentionPrepare { cu_seqlens: cu_seqlens.cloned(), launch: launch.clone(), ..prepare })
+        let prepare = AttentionPrepare::new(&call.cache, q_scale, k_scale, &self.frequencies, options)?;
+        Ok(AttentionPrepare { cu_seqlens: call.cu_seqlens.clone(), launch: launch.clone(), ..prepare })
     }
 
     /// `x [tokens, hidden]`, packed, to the same, by ops that read slots and positions on the device. The columns of the one
@@ -126,9 +138,7 @@ impl GatedAttention {
     pub(crate) fn forward_cuda(
         &self,
         x: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        cache: &AttentionCache,
-        max_len: usize,
+        calls: &[DeviceTokens],
         launch: &Launch,
     ) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
@@ -146,10 +156,18 @@ impl GatedAttention {
         let (q, gate) = (pairs.narrow(2, 0, d)?, pairs.narrow(2, d, d)?);
         let rows = all.reshape((tokens, 2 * (heads + kv_heads), d))?;
         let (k, v) = (rows.narrow(1, 2 * heads, kv_heads)?, rows.narrow(1, 2 * heads + kv_heads, kv_heads)?);
-        let (cu, decode) = (cu_seqlens.cloned(), AttentionDecode::new(cache, None)?);
-        let decode = AttentionDecode { cu_seqlens: cu, max_len, launch: launch.clone(), ..decode };
-        let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
-        let o = decode.forward(&q, Some(&gate))?;
+        let attend = |call: &DeviceTokens| {
+            let (cu_seqlens, max_len) = (call.cu_seqlens.clone(), call.max_len);
+            let decode = AttentionDecode::new(&call.cache, None)?;
+            let decode = AttentionDecode { cu_seqlens, max_len, launch: launch.clone(), ..decode };
+            let rows = |x: &Tensor| x.narrow(0, call.tokens.start, call.tokens.len());
+            let q = self.prepare(call, launch)?.forward(&rows(&q)?, &rows(&k)?, &rows(&v)?)?;
+            decode.forward(&q, Some(&rows(&gate)?))
+        };
+        let o = match calls {
+            [call] => attend(call)?,
+            calls => Tensor::cat(&calls.iter().map(attend).collect::<Result<Vec<_>>>()?, 0)?,
+        };
         self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)
     }
 }

@@ -13,8 +13,8 @@ mod rotary;
 
 pub use cache::AttentionCache;
 pub use decode::AttentionDecode;
-pub(crate) use forward::CpuTokens;
-pub(crate) use kv_cache::{CacheShape, CpuCaches};
+pub(crate) use forward::{CpuTokens, DeviceTokens};
+pub(crate) use kv_cache::{capacity, new_tokens, CacheShape, CpuCaches};
 pub use prepare::{rotary_frequencies, AttentionPrepare, PrepareOptions};
 pub(crate) use rotary::{Angles, Rotary};
 
@@ -22,7 +22,7 @@ use super::norm::RmsNorm;
 use crate::config::{AttentionConfig, ModelConfig};
 use crate::formats::{place, Source};
 use crate::weights::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{bail, Result, Tensor};
 
 /// One layer's attention.
 #[derive(Debug, Clone)]
@@ -38,14 +38,19 @@ pub(crate) struct GatedAttention {
     pub(crate) k_norm: RmsNorm,
     /// In the layout of [`AttentionPrepare`].
     pub(crate) frequencies: Tensor,
+    /// Tokens that a token sees, itself included; `None`: all before it.
+    pub(crate) window: Option<usize>,
     pub(crate) cfg: AttentionConfig,
 }
 
 impl GatedAttention {
     /// `source` is at `..self_attn`.
-    pub(crate) fn load(cfg: &ModelConfig, source: &Source) -> Result<Self> {
+    pub(crate) fn load(cfg: &ModelConfig, window: Option<usize>, source: &Source) -> Result<Self> {
         let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
         let d = a.head_dim;
+        if window == Some(0) {
+            bail!("config: a window of softmax attention: expected at least 1 token, got 0")
+        }
         let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
@@ -61,6 +66,7 @@ impl GatedAttention {
             o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
             q_norm: norm("q_norm")?,
             k_norm: norm("k_norm")?,
+            window,
             cfg: a.clone(),
         })
     }
