@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
         Ok(Bytes {
             weights: of_all(weights),
             states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
-            kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
+            kv: of_all(sequence.kv(room.max_len).saturating_mul(caches as u64)),
             working: of_all(if is_cpu {
                 let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
                 pass.saturating_add(repacked(config, args.quantize)).max(unpacked)

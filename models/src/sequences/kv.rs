@@ -126,11 +126,15 @@ impl KvSlots {
 
     /// New tokens that there is room for at once, in one append or a draft; `None`: any number.
     pub fn room(&self) -> Option<usize> {
-        let window = match self {
+        self.window().map(new_tokens)
+    }
+
+    /// That of the layer.
+    pub fn window(&self) -> Option<usize> {
+        match self {
             Self::Panels(caches, _) => caches.window(),
             Self::Tensors(_, window) => *window,
-        };
-        window.map(new_tokens)
+        }
     }
 
     /// Makes room for `max_len` tokens of each slot, no fewer than there is. On a device keys and values move.
@@ -171,14 +175,12 @@ impl KvSlots {
     }
 
     /// Copies of keys and values of some tokens of a slot, `[1, kv_heads, tokens, head_dim]`: with a window of its last ones.
-    pub fn read(&self, slot: usize, mut tokens: Range<usize>) -> Result<[Tensor; 2]> {
+    pub fn read(&self, slot: usize, tokens: Range<usize>) -> Result<[Tensor; 2]> {
+        let kept = self.window().map_or(0, |window| tokens.end.saturating_sub(window));
+        let tokens = kept.max(tokens.start)..tokens.end;
         match self {
-            Self::Panels(caches, _) => {
-                tokens.start = first_kept(&tokens, caches.window());
-                caches.read_rows(slot, tokens)
-            }
-            Self::Tensors([k, v], window) => {
-                tokens.start = first_kept(&tokens, *window);
+            Self::Panels(caches, _) => caches.read_rows(slot, tokens),
+            Self::Tensors([k, v], _) => {
                 let copy = |x: &Tensor| {
                     let slot = x.narrow(0, slot, 1)?;
                     let rows = ring_rows(tokens.clone(), x.dims()[2]);
@@ -202,7 +204,11 @@ impl KvSlots {
                 for (x, copy) in kv.iter().zip(copies) {
                     let mut first = 0;
                     for rows in ring_rows(start..end, x.dims()[2]) {
-                        x.narrow(0, slot, 1)?.slice_set(&copy.narrow(2, first, rows.len())?.contiguous()?, 2, rows.start)?;
+                        x.narrow(0, slot, 1)?.slice_set(
+                            &copy.narrow(2, first, rows.len())?.contiguous()?,
+                            2,
+                            rows.start,
+                        )?;
                         first += rows.len();
                     }
                 }
@@ -214,7 +220,9 @@ impl KvSlots {
     /// The argument of the ops on a device; `None` on the CPU.
     pub fn attention_cache(&self, rows: &KvRows) -> Result<Option<AttentionCache>> {
         match (self, rows) {
-            (Self::Tensors(..), KvRows::Device { slots, positions, .. }) => self.device_cache(slots, positions).map(Some),
+            (Self::Tensors(..), KvRows::Device { slots, positions, .. }) => {
+                self.device_cache(slots, positions).map(Some)
+            }
             _ => Ok(None),
         }
     }
@@ -244,11 +252,6 @@ impl KvSlots {
         };
         pieces.iter().map(call).collect()
     }
-}
-
-/// The first of the tokens that a layer with such a window still has.
-fn first_kept(tokens: &Range<usize>, window: Option<usize>) -> usize {
-    window.map_or(tokens.start, |window| tokens.start.max(tokens.end.saturating_sub(window)))
 }
 
 /// The rows of a ring that hold the tokens, in their order.
@@ -315,3 +318,6 @@ impl GatedAttention {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -31,6 +31,8 @@ pub struct SequenceSnapshot {
     /// That of the draft head, whose keys and values lie in the segments too.
     head: Option<HeadState>,
     segments: Vec<Arc<KvSegment>>,
+    /// That of each softmax layer.
+    windows: Vec<Option<usize>>,
 }
 
 impl SequenceSnapshot {
@@ -100,7 +102,12 @@ impl SequencePool {
         }
         *known = segments.iter().map(Arc::downgrade).collect();
         let (model, model_hash) = (self.model, self.model_hash);
-        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments })
+        let windows = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Full(kv) => Some(kv.window()),
+            LayerSlots::Linear(_) => None,
+        });
+        let windows = windows.collect();
+        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments, windows })
     }
 
     /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.

@@ -108,12 +108,7 @@ impl GatedAttention {
     }
 
     /// Appends keys and values alone. The keys stand in for the queries, whose result is dropped.
-    pub(crate) fn append_cuda(
-        &self,
-        x: &Tensor,
-        calls: &[DeviceTokens],
-        launch: &Launch,
-    ) -> Result<()> {
+    pub(crate) fn append_cuda(&self, x: &Tensor, calls: &[DeviceTokens], launch: &Launch) -> Result<()> {
         let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
         let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
         let (k, v) = (k?, v?);
@@ -135,12 +130,7 @@ impl GatedAttention {
 
     /// `x [tokens, hidden]`, packed, to the same, by ops that read slots and positions on the device. The columns of the one
     /// projection stay where they are.
-    pub(crate) fn forward_cuda(
-        &self,
-        x: &Tensor,
-        calls: &[DeviceTokens],
-        launch: &Launch,
-    ) -> Result<Tensor> {
+    pub(crate) fn forward_cuda(&self, x: &Tensor, calls: &[DeviceTokens], launch: &Launch) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
