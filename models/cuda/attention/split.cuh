@@ -144,9 +144,9 @@ struct Rows {
       rows = 0;
       return;
     }
-    const Keys of = keys_of<WINDOW>(plan, p.cache, position, rows, row_tile);
-    keys = slot < 0 ? 0 : of.end;
-    if constexpr (WINDOW) position = of.position, first_key = slot < 0 ? 0 : of.first;
+    const Keys all = keys_of<WINDOW>(plan, p.cache, position, rows, row_tile);
+    keys = slot < 0 ? 0 : all.end;
+    if constexpr (WINDOW) position = all.position, first_key = slot < 0 ? 0 : all.first;
   }
 
   // The end of the keys that a row of this tile sees.

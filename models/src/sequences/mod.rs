@@ -31,8 +31,6 @@ pub(crate) mod step_graph;
 #[cfg(test)]
 pub(crate) mod tests;
 mod verify;
-#[cfg(test)]
-mod window_tests;
 
 pub use decode_graph::DecodeGraph;
 pub use new_pool::StateLayout;

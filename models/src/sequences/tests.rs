@@ -14,11 +14,6 @@ const HIDDEN: usize = 16;
 /// Two Gated DeltaNet and two softmax layers with random matrices of this size. Where it is small, the next token depends on the
 /// last one above all, and the draft head of such a model predicts it.
 pub(crate) fn model(size: f64) -> Result<CausalLm> {
-    model_with(size, [None; 2], DraftHeadChoice::On)
-}
-
-/// With these windows of the two softmax layers.
-pub(super) fn model_with(size: f64, windows: [Option<usize>; 2], head: DraftHeadChoice) -> Result<CausalLm> {
     let json = serde_json::json!({
         "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
         "num_hidden_layers": 4,
@@ -74,14 +69,13 @@ pub(super) fn model_with(size: f64, windows: [Option<usize>; 2], head: DraftHead
     weights.insert("mtp.pre_fc_norm_embedding.weight".into(), Tensor::zeros(HIDDEN, DType::F32, &Device::Cpu)?);
     weights.insert("mtp.pre_fc_norm_hidden.weight".into(), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
     weights.insert("mtp.norm.weight".into(), weights["model.norm.weight"].clone());
-    let mut config = ModelConfig::from_json(&json.to_string())?;
-    (config.layers[1].window, config.layers[3].window) = windows.into();
+    let config = ModelConfig::from_json(&json.to_string())?;
     let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
-    CausalLm::loader(&config).draft_head(head).load(vb)
+    CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
 }
 
 #[track_caller]
-pub(super) fn assert_near(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
+fn assert_near(got: &Tensor, want: &Tensor, what: &str) -> Result<()> {
     assert_eq!(got.dims(), want.dims(), "{what}");
     let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
     assert!(error < 1e-3, "{what}: {error:e}");

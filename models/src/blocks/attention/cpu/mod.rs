@@ -162,7 +162,7 @@ struct Plan<'a, T> {
     block: usize,
     blocks: usize,
     /// The first key that is read, keys of a part from there on, and how many parts there are.
-    key: usize,
+    first_key: usize,
     split: usize,
     splits: usize,
     /// Tasks of the plans before.
@@ -174,10 +174,10 @@ impl<'a, T: Element> Plan<'a, T> {
         let block = QUERIES.div_ceil(cache.shape.heads / cache.shape.kv_heads).min(attention.tokens).max(1);
         let blocks = attention.tokens.div_ceil(block);
         // A single block of queries would leave a long context to as many threads as there are key heads.
-        let key = cache.first_seen(cache.len - attention.tokens) / PANEL * PANEL;
-        let splits = if blocks == 1 { (cache.len - key).div_ceil(SPLIT) } else { 1 };
-        let split = if splits == 1 { cache.len - key } else { SPLIT };
-        Self { attention, cache, out: Shared::new(out), block, blocks, key, split, splits, first }
+        let first_key = cache.first_seen(cache.len - attention.tokens) / PANEL * PANEL;
+        let splits = if blocks == 1 { (cache.len - first_key).div_ceil(SPLIT) } else { 1 };
+        let split = if splits == 1 { cache.len - first_key } else { SPLIT };
+        Self { attention, cache, out: Shared::new(out), block, blocks, first_key, split, splits, first }
     }
 
     fn tasks(&self) -> usize {
@@ -211,7 +211,7 @@ impl<'a, T: Element> Plan<'a, T> {
             cache: self.cache,
             head,
             tokens: first..self.attention.tokens.min(first + self.block),
-            keys: self.key + part * self.split..self.cache.len.min(self.key + (part + 1) * self.split),
+            keys: self.first_key + part * self.split..self.cache.len.min(self.first_key + (part + 1) * self.split),
         };
         let out = match self.splits {
             1 => Destination::Final(&self.out),
