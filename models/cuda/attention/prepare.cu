@@ -37,7 +37,7 @@ template <int N> __device__ __forceinline__ unsigned shared_column(unsigned c) {
 // A warp's rows of token `begin` and of every `step`-th after it, N elements a load. QUERY: query heads `head` and the next; else
 // that key head and its value head. A row past the last head and columns past the last are zeros: only loads and stores skip
 // them.
-template <typename T, int N, bool QUERY>
+template <typename T, int N, bool QUERY, bool WINDOW>
 __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int step, float (&shared)[kRows][kRowSize]) {
   constexpr int kItems = kMaxDim / (32 * N), kRotated = QUERY ? kRows : 1;
   const int lane = threadIdx.x % 32, rows = (QUERY ? p.num_heads : p.num_kv_heads) - head;
@@ -83,8 +83,10 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
     const int64_t slot = slot_of(p.cache.slots, n), before = p.positions[n];
     for (int64_t token = begin; token < tokens.count; token += step) {
       const int64_t position = before + token;
-      if (!QUERY && (slot < 0 || position >= p.cache.capacity)) break;
-      const int64_t in_cache = cache_offset(p.cache, slot, head) + position * p.cache.token_stride;
+      if (!QUERY && (slot < 0 || (!WINDOW && position >= p.cache.capacity))) break;
+      int64_t row = position;
+      if constexpr (WINDOW) row = static_cast<uint32_t>(position) % static_cast<uint32_t>(p.cache.capacity);
+      const int64_t in_cache = cache_offset(p.cache, slot, head) + row * p.cache.token_stride;
       // Append the value.
       bool good = slot >= 0;
       if constexpr (!QUERY) {
@@ -139,7 +141,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   }
 }
 
-template <typename T, int N>
+template <typename T, int N, bool WINDOW>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int step) {
   __shared__ __align__(16) float rows[kWarps][kRows][kRowSize];
   const int warp = threadIdx.x / 32, item = static_cast<int>(blockIdx.x) * kWarps + warp;
@@ -148,8 +150,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __g
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if (begin >= step) return;
-  if (token_item < query_items) prepare_rows<T, N, true>(p, token_item * kRows, begin, step, rows[warp]);
-  else prepare_rows<T, N, false>(p, token_item - query_items, begin, step, rows[warp]);
+  if (token_item < query_items) prepare_rows<T, N, true, WINDOW>(p, token_item * kRows, begin, step, rows[warp]);
+  else prepare_rows<T, N, false, WINDOW>(p, token_item - query_items, begin, step, rows[warp]);
 }
 
 int check(const gdn_attention_prepare_params &p) {
@@ -159,7 +161,7 @@ int check(const gdn_attention_prepare_params &p) {
   if (const int status = check_sequences(p.seqs)) return status;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
-  return check_cache(p.cache, p.io_dtype);
+  return check_cache(p.cache, max_tokens(p.seqs), p.io_dtype);
 }
 
 template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, cudaStream_t stream) {
@@ -176,7 +178,10 @@ template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, 
   constexpr int kVec = 16 / sizeof(T);
   bool vec = true;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
-  return launch(vec ? prepare_kernel<T, kVec> : prepare_kernel<T, 1>, config, p, static_cast<int>(step));
+  const bool window = p.cache.window > 0;
+  const auto kernel = vec ? (window ? prepare_kernel<T, kVec, true> : prepare_kernel<T, kVec, false>)
+                          : (window ? prepare_kernel<T, 1, true> : prepare_kernel<T, 1, false>);
+  return launch(kernel, config, p, static_cast<int>(step));
 }
 
 }  // namespace

@@ -62,7 +62,7 @@ impl DecoderLayer {
                 let (layer, uses_candle) = gdn::load(&cfg.gdn, &source.pp("linear_attn"))?;
                 (Mixer::Linear(layer), uses_candle)
             }
-            MixerKind::FullAttention | MixerKind::SlidingAttention => {
+            MixerKind::FullAttention => {
                 let attention = GatedAttention::load(cfg, layer, &source.pp("self_attn"), group.as_ref())?;
                 let uses_candle = attention.uses_candle();
                 (Mixer::Full(attention), uses_candle)

@@ -217,17 +217,9 @@ impl Entries<'_> {
             return self.wrong("rope.dimension_count", &format!("an even number up to the key length, {head_dim}"));
         }
         let (rope_inv_freq, rope_factor, positions) = self.rope(rotary_dim, max_positions)?;
-        let (output_gate, qk_norm, window) = (true, QkNorm::Head, None);
-        let attention = AttentionConfig {
-            num_heads,
-            num_kv_heads,
-            head_dim,
-            rope_inv_freq,
-            rope_factor,
-            output_gate,
-            qk_norm,
-            window,
-        };
+        let (output_gate, qk_norm) = (true, QkNorm::Head);
+        let attention =
+            AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq, rope_factor, output_gate, qk_norm };
         Ok((attention, positions))
     }
 

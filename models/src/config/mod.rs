@@ -38,10 +38,8 @@ pub enum Family {
 pub enum MixerKind {
     /// Gated DeltaNet (`linear_attention`).
     LinearAttention,
-    /// Softmax attention over all tokens before (`full_attention`).
+    /// Softmax attention (`full_attention`, `sliding_attention`).
     FullAttention,
-    /// Softmax attention over the last [`AttentionConfig::window`] tokens (`sliding_attention`).
-    SlidingAttention,
 }
 
 impl MixerKind {
@@ -87,12 +85,14 @@ pub struct LayerConfig {
     pub norms: NormPlacement,
     /// Whether the queries and keys of softmax attention have rotary positions.
     pub positions: bool,
+    /// Softmax attention sees so many tokens, the token itself included (`sliding_attention`); `None`: all before it.
+    pub window: Option<usize>,
 }
 
 impl LayerConfig {
     /// One of Qwen's.
     pub(crate) fn new(mixer: MixerKind, ffn: FfnKind) -> Self {
-        Self { mixer, ffn, norms: NormPlacement::Before, positions: true }
+        Self { mixer, ffn, norms: NormPlacement::Before, positions: true, window: None }
     }
 }
 
@@ -126,8 +126,6 @@ pub struct AttentionConfig {
     pub output_gate: bool,
     /// The norm of queries and keys.
     pub qk_norm: QkNorm,
-    /// How many tokens, itself included, a token of [`MixerKind::SlidingAttention`] sees.
-    pub window: Option<usize>,
 }
 
 impl AttentionConfig {

@@ -168,7 +168,6 @@ fn attention(f: &Fields, published: &Published, rope: Option<&Rope>) -> Result<A
         rope_factor: 1.,
         output_gate: published.output_gate,
         qk_norm: published.qk_norm,
-        window: f.get("sliding_window").map(|_| f.count("sliding_window")).transpose()?,
     };
     let Some(rope) = rope else { return Ok(attention) };
     let factor = rope.partial_rotary_factor;
@@ -247,31 +246,35 @@ fn layers(f: &Fields, published: &Published, has_experts: bool) -> Result<Vec<La
         true => Ok(FfnKind::Moe),
         false => f.count("intermediate_size").map(|intermediate_size| FfnKind::Dense { intermediate_size }),
     };
-    let layer = |(i, mixer)| {
-        let (norms, positions) = ((published.norms)(mixer), (published.positions)(mixer));
-        Ok(LayerConfig { norms, positions, ..LayerConfig::new(mixer, ffn(i)?) })
+    let layer = |(i, (mixer, window))| {
+        let (norms, positions) = ((published.norms)(mixer), (published.positions)(window));
+        Ok(LayerConfig { norms, positions, window, ..LayerConfig::new(mixer, ffn(i)?) })
     };
     mixers.into_iter().enumerate().map(layer).collect()
 }
 
-fn mixers(f: &Fields, n: usize) -> Result<Vec<MixerKind>> {
+/// The kind of each layer, and its window.
+fn mixers(f: &Fields, n: usize) -> Result<Vec<(MixerKind, Option<usize>)>> {
     let Some(list) = f.opt_list("layer_types")? else {
-        return Ok(MixerKind::by_interval(n, f.count_or("full_attention_interval", FULL_ATTENTION_INTERVAL)?));
+        let kinds = MixerKind::by_interval(n, f.count_or("full_attention_interval", FULL_ATTENTION_INTERVAL)?);
+        return Ok(kinds.into_iter().map(|kind| (kind, None)).collect());
     };
     if list.len() != n {
         bail!("config: `layer_types`: expected `num_hidden_layers` ({n}) entries, got {}", list.len())
     }
-    let kind = |v: &Value| match v.as_str() {
-        Some("linear_attention") => Some(MixerKind::LinearAttention),
-        Some("full_attention") => Some(MixerKind::FullAttention),
-        Some("sliding_attention") => Some(MixerKind::SlidingAttention),
-        _ => None,
+    let kinds = ["linear_attention", "full_attention", "sliding_attention"];
+    let expected = format!("one of {}", kinds.join(", "));
+    let names = f.list_of("layer_types", &expected, |v| v.as_str().filter(|kind| kinds.contains(kind)))?;
+    let window = match names.contains(&kinds[2]) {
+        true => Some(f.count("sliding_window")?),
+        false => None,
     };
-    let kinds = f.list_of("layer_types", "\"linear_attention\", \"full_attention\" or \"sliding_attention\"", kind)?;
-    if kinds.contains(&MixerKind::SlidingAttention) {
-        f.count("sliding_window")?;
-    }
-    Ok(kinds)
+    let mixer = |kind: &str| match kind {
+        "linear_attention" => (MixerKind::LinearAttention, None),
+        "full_attention" => (MixerKind::FullAttention, None),
+        _ => (MixerKind::FullAttention, window),
+    };
+    Ok(names.into_iter().map(mixer).collect())
 }
 
 /// A field that holds one id, a list of them, or nothing.

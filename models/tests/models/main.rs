@@ -37,6 +37,7 @@ mod read_once;
 mod safetensors;
 mod sequences;
 mod sequences_soak;
+mod windows;
 mod yarn;
 
 use candle_gdn_models_testing::{gguf_writer, golden, serving, tiny};

@@ -45,6 +45,7 @@ impl AttentionCache {
             head_stride: stride[1] as i64,
             token_stride: stride[2] as i64,
             capacity: int(name, "capacity", self.capacity())?,
+            window: int(name, "window", self.window.unwrap_or(0))?,
         };
         Ok((cache, seqs))
     }

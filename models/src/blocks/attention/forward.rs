@@ -9,6 +9,7 @@ use candle_gdn::CuSeqlens;
 use candle_gdn_core::cpu::matmul::products;
 use candle_gdn_core::cpu::Element;
 use candle_gdn_core::{host, Launch};
+use std::ops::Range;
 
 /// The new tokens of a pass on the CPU.
 pub(crate) struct CpuTokens<'a> {
@@ -22,6 +23,18 @@ pub(crate) struct CpuTokens<'a> {
     pub max_tokens: usize,
     /// Whether attention follows the append.
     pub attend: bool,
+}
+
+/// New tokens of a pass on a device that one append and one read of a cache are about.
+#[derive(Debug)]
+pub(crate) struct DeviceTokens {
+    /// Those of the packed ones.
+    pub tokens: Range<usize>,
+    /// Their boundaries; `None` where each sequence has one.
+    pub cu_seqlens: Option<CuSeqlens>,
+    pub cache: AttentionCache,
+    /// The longest sequence after the pass.
+    pub max_len: usize,
 }
 
 /// `x [.., hidden]` by each of the projections, in f32.
@@ -104,13 +117,7 @@ impl GatedAttention {
     }
 
     /// Appends keys and values alone. The keys stand in for the queries, whose result is dropped.
-    pub(crate) fn append_cuda(
-        &self,
-        x: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        cache: &AttentionCache,
-        launch: &Launch,
-    ) -> Result<()> {
+    pub(crate) fn append_cuda(&self, x: &Tensor, calls: &[DeviceTokens], launch: &Launch) -> Result<()> {
         let heads = (x.dim(0)?, self.cfg.num_kv_heads, self.cfg.head_dim);
         let [k, v] = [&self.k_proj, &self.v_proj].map(|proj| proj.multiply(x, launch)?.reshape(heads));
         let (k, v) = (k?, v?);
@@ -118,35 +125,28 @@ impl GatedAttention {
             HeadsNorm::Head { .. } => k,
             HeadsNorm::Projection(norm) => norm.keys(&k.flatten_from(1)?, launch)?.reshape(heads)?,
         };
-        self.prepare(cache, cu_seqlens, launch)?.forward(&k, &k, &v).map(drop)
+        for call in calls {
+            let [k, v] = [&k, &v].map(|rows| rows.narrow(0, call.tokens.start, call.tokens.len()));
+            let (k, v) = (k?, v?);
+            self.prepare(call, launch)?.forward(&k, &k, &v)?;
+        }
+        Ok(())
     }
 
-    fn prepare(
-        &self,
-        cache: &AttentionCache,
-        cu_seqlens: Option<&CuSeqlens>,
-        launch: &Launch,
-    ) -> Result<AttentionPrepare> {
+    fn prepare(&self, call: &DeviceTokens, launch: &Launch) -> Result<AttentionPrepare> {
         // The norms' scales are 1 + w already.
         let options = PrepareOptions { eps: f64::from(self.norm.norms()[0].eps), zero_centred: false };
-        let launch = launch.clone();
+        let (cache, frequencies) = (&call.cache, &self.frequencies);
         let prepare = match &self.norm {
-            HeadsNorm::Head { q, k } => AttentionPrepare::new(cache, &q.scale, &k.scale, &self.frequencies, options)?,
-            HeadsNorm::Projection(_) => AttentionPrepare::of_normed(cache, &self.frequencies)?,
+            HeadsNorm::Head { q, k } => AttentionPrepare::new(cache, &q.scale, &k.scale, frequencies, options)?,
+            HeadsNorm::Projection(_) => AttentionPrepare::of_normed(cache, frequencies)?,
         };
-        Ok(AttentionPrepare { cu_seqlens: cu_seqlens.cloned(), launch, ..prepare })
+        Ok(AttentionPrepare { cu_seqlens: call.cu_seqlens.clone(), launch: launch.clone(), ..prepare })
     }
 
     /// `x [tokens, hidden]`, packed, to the same, by ops that read slots and positions on the device. The columns of the one
     /// projection stay where they are.
-    pub(crate) fn forward_cuda(
-        &self,
-        x: &Tensor,
-        cu_seqlens: Option<&CuSeqlens>,
-        cache: &AttentionCache,
-        max_len: usize,
-        launch: &Launch,
-    ) -> Result<Tensor> {
+    pub(crate) fn forward_cuda(&self, x: &Tensor, calls: &[DeviceTokens], launch: &Launch) -> Result<Tensor> {
         let (tokens, _) = x.dims2()?;
         let (heads, kv_heads, d) = (self.cfg.num_heads, self.cfg.num_kv_heads, self.cfg.head_dim);
         let all = match &self.qkv_proj {
@@ -174,10 +174,18 @@ impl GatedAttention {
                 k.reshape((tokens, kv_heads, d))?
             }
         };
-        let (cu, decode) = (cu_seqlens.cloned(), AttentionDecode::new(cache, None)?);
-        let decode = AttentionDecode { cu_seqlens: cu, max_len, launch: launch.clone(), ..decode };
-        let q = self.prepare(cache, cu_seqlens, launch)?.forward(&q, &k, &v)?;
-        let o = decode.forward(&q, gate.as_ref())?;
+        let attend = |call: &DeviceTokens| {
+            let (cu_seqlens, max_len) = (call.cu_seqlens.clone(), call.max_len);
+            let decode = AttentionDecode::new(&call.cache, None)?;
+            let decode = AttentionDecode { cu_seqlens, max_len, launch: launch.clone(), ..decode };
+            let rows = |x: &Tensor| x.narrow(0, call.tokens.start, call.tokens.len());
+            let q = self.prepare(call, launch)?.forward(&rows(&q)?, &rows(&k)?, &rows(&v)?)?;
+            decode.forward(&q, gate.as_ref().map(rows).transpose()?.as_ref())
+        };
+        let o = match calls {
+            [call] => attend(call)?,
+            calls => Tensor::cat(&calls.iter().map(attend).collect::<Result<Vec<_>>>()?, 0)?,
+        };
         self.o_proj.multiply(&o.reshape((tokens, heads * d))?, launch)
     }
 }

@@ -14,8 +14,8 @@ mod rotary;
 
 pub use cache::AttentionCache;
 pub use decode::AttentionDecode;
-pub(crate) use forward::CpuTokens;
-pub(crate) use kv_cache::{CacheShape, CpuCaches};
+pub(crate) use forward::{CpuTokens, DeviceTokens};
+pub(crate) use kv_cache::{capacity, new_tokens, CacheShape, CpuCaches};
 pub use prepare::{rotary_frequencies, AttentionPrepare, PrepareOptions};
 pub(crate) use rotary::{Angles, Rotary};
 
@@ -24,7 +24,7 @@ use crate::config::{AttentionConfig, LayerConfig, ModelConfig, QkNorm};
 use crate::formats::{place, Source};
 use crate::parallel::Collective;
 use crate::weights::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{bail, Result, Tensor};
 use projection_norm::ProjectionNorm;
 use std::sync::Arc;
 
@@ -43,6 +43,8 @@ pub(crate) struct GatedAttention {
     pub(crate) frequencies: Tensor,
     /// Whether queries and keys are rotated.
     positions: bool,
+    /// Tokens that a token sees, itself included; `None`: all before it.
+    pub(crate) window: Option<usize>,
     pub(crate) cfg: AttentionConfig,
 }
 
@@ -75,6 +77,9 @@ impl GatedAttention {
     ) -> Result<Self> {
         let (h, a) = (cfg.hidden_size, &cfg.attention);
         let d = a.head_dim;
+        if layer.window == Some(0) {
+            bail!("config: a window of softmax attention: expected at least 1 token, got 0")
+        }
         let sizes = [a.query_rows(), a.num_kv_heads * d, a.num_kv_heads * d];
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
@@ -98,6 +103,7 @@ impl GatedAttention {
             positions,
             o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
             norm,
+            window: layer.window,
             cfg: a.clone(),
         })
     }
@@ -136,7 +142,6 @@ mod tests {
             rope_factor,
             output_gate: true,
             qk_norm: QkNorm::Head,
-            window: None,
         };
         let scale = |factor| -> Result<Vec<f32>> {
             let norm = RmsNorm { scale: Tensor::arange(1f32, 7., &Device::Cpu)?, eps: 1e-6 };

@@ -1,7 +1,7 @@
 //! Lara-4-Mini: experts in all layers, and positions in those of a sliding window alone.
 
+use super::super::parse::MAX_LAYERS;
 use super::{default, Experts, Family, NormPlacement, Published, QkNorm};
-use crate::config::MixerKind;
 use serde_json::{Map, Value};
 
 pub(super) const LARA_MINI: Published = Published {
@@ -11,7 +11,7 @@ pub(super) const LARA_MINI: Published = Published {
     complete,
     zero_centred_norms: false,
     norms: |_| NormPlacement::Before,
-    positions: |mixer| mixer == MixerKind::SlidingAttention,
+    positions: |window| window.is_some(),
     positions_are_optional: false,
     partial_rotary_factor: 1.0,
     output_gate: false,
@@ -25,8 +25,7 @@ fn complete(text: &mut Map<String, Value>) {
     const PATTERN: [&str; 5] =
         ["linear_attention", "sliding_attention", "linear_attention", "full_attention", "sliding_attention"];
     let layers = text.get("num_hidden_layers").and_then(Value::as_u64).unwrap_or(0) as usize;
-    let kinds: Vec<Value> =
-        PATTERN.iter().cycle().take(layers.min(super::super::parse::MAX_LAYERS)).map(|kind| (*kind).into()).collect();
+    let kinds: Vec<Value> = PATTERN.iter().cycle().take(layers.min(MAX_LAYERS)).map(|kind| (*kind).into()).collect();
     default(text, "layer_types", kinds);
     default(text, "sliding_window", 512);
 }

@@ -20,8 +20,8 @@ pub(super) struct Published {
     pub zero_centred_norms: bool,
     /// Where the norms of a layer stand, by its mixer.
     pub norms: fn(MixerKind) -> NormPlacement,
-    /// Whether queries and keys have positions, by the mixer.
-    pub positions: fn(MixerKind) -> bool,
+    /// Whether queries and keys have positions, by the window of their layer.
+    pub positions: fn(Option<usize>) -> bool,
     /// Whether a file without `rope_theta` is a model without positions.
     pub positions_are_optional: bool,
     /// The rotated share of a head where the file says none.
