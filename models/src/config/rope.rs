@@ -6,8 +6,6 @@ use candle_core::{bail, Result};
 use serde_json::Value;
 use std::f64::consts::TAU;
 
-/// The layers of these models that have positions; settings may stand below the name of the kind.
-const WITH_POSITIONS: [&str; 2] = ["full_attention", "sliding_attention"];
 /// Keys of a block of any type, those of images among them: with text positions alone the axes of "mrope" agree.
 const COMMON: &[&str] = &[
     "rope_type",
@@ -18,8 +16,6 @@ const COMMON: &[&str] = &[
     "mrope_section",
     "mrope_interleaved",
     "finetuned",
-    WITH_POSITIONS[0],
-    WITH_POSITIONS[1],
     "linear_attention",
 ];
 const ORIGINAL: &str = "original_max_position_embeddings";
@@ -117,14 +113,12 @@ impl Rope {
         for level in levels {
             all.push((*level).clone());
             for block in [level.object("rope_parameters")?, level.object("rope_scaling")?].into_iter().flatten() {
-                for kind in WITH_POSITIONS {
-                    blocks.extend(block.object(kind)?);
-                }
+                blocks.extend(block.object(published.with_positions)?);
                 blocks.push(block);
             }
         }
         all.extend(blocks.iter().cloned());
-        let places = Places { all, blocks };
+        let places = Places { all, blocks, with_positions: published.with_positions };
         let theta = match places.number("rope_theta")? {
             Some((_, theta)) if theta.is_finite() && theta > 1. => theta,
             Some((key, theta)) => bail!("config: `{key}`: expected a number above 1, got {theta}"),
@@ -144,6 +138,7 @@ impl Rope {
 struct Places<'a> {
     all: Vec<Fields<'a>>,
     blocks: Vec<Fields<'a>>,
+    with_positions: &'static str,
 }
 
 impl Places<'_> {
@@ -203,7 +198,7 @@ impl Places<'_> {
             let is_known = |key: &str, value: &Value| match OF_YARN.contains(&key) {
                 // A factor of one scales nothing.
                 true => yarn_key.is_some() || key == "factor" && value.as_f64() == Some(1.),
-                false => COMMON.contains(&key),
+                false => key == self.with_positions || COMMON.contains(&key),
             };
             if let Some((key, value)) = block.entries().find(|(key, value)| !is_known(key, value)) {
                 return block.wrong(key, "no such setting of this rope_type", value);

@@ -185,8 +185,8 @@ fn contradictions_are_named() {
 
 #[test]
 fn what_is_not_computed_is_refused() {
-    let kinds = vec!["sliding_attention"; 8];
-    fails(&with("layer_types", json!(kinds)), &["`layer_types`", "full_attention", "sliding_attention"]);
+    let kinds = vec!["chunked_attention"; 8];
+    fails(&with("layer_types", json!(kinds)), &["`layer_types`", "full_attention", "chunked_attention"]);
     fails(&with("hidden_act", "gelu".into()), &["`hidden_act`", "silu", "gelu"]);
     fails(&with("attention_bias", true.into()), &["`attention_bias`", "expected false", "true"]);
     fails(&with("attn_output_gate", false.into()), &["`attn_output_gate`", "expected true"]);

@@ -37,6 +37,7 @@ fn general(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<SparseMoe>
         router: Router::General(Weight::dense(router)?),
         experts: Experts::Stacked(Mlp { gate_up: dense(gate_up)?, down: dense(down)? }),
         shared,
+        ungated: None,
         cfg: cfg.clone(),
         hidden,
     })

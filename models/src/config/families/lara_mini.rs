@@ -12,6 +12,7 @@ pub(super) const LARA_MINI: Published = Published {
     zero_centred_norms: false,
     norms: |_| NormPlacement::Before,
     positions: |window| window.is_some(),
+    with_positions: "sliding_attention",
     positions_are_optional: false,
     partial_rotary_factor: 1.0,
     output_gate: false,

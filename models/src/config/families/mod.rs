@@ -22,6 +22,8 @@ pub(super) struct Published {
     pub norms: fn(MixerKind) -> NormPlacement,
     /// Whether queries and keys have positions, by the window of their layer.
     pub positions: fn(Option<usize>) -> bool,
+    /// The kind of layers that have positions: settings may stand below its name.
+    pub with_positions: &'static str,
     /// Whether a file without `rope_theta` is a model without positions.
     pub positions_are_optional: bool,
     /// The rotated share of a head where the file says none.

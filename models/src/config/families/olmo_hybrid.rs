@@ -15,6 +15,7 @@ pub(super) const OLMO_HYBRID: Published = Published {
         _ => NormPlacement::Behind,
     },
     positions: |_| true,
+    with_positions: "full_attention",
     positions_are_optional: true,
     partial_rotary_factor: 1.0,
     output_gate: false,

@@ -10,6 +10,7 @@ pub(super) const QWEN3_NEXT: Published = Published {
     zero_centred_norms: true,
     norms: |_| NormPlacement::Before,
     positions: |_| true,
+    with_positions: "full_attention",
     positions_are_optional: false,
     partial_rotary_factor: 0.25,
     output_gate: true,
