@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (has_token && slot >= 0) {
     const int group = static_cast<int>(plan.group.value), row_tile = (t * group + plan.group.rest(head)) / plan.rows_a_tile;
     const int position = position_of<WINDOW>(p.cache, p.positions, n);
-    count = Shares::of<WINDOW>(plan, p.cache, keys_of<WINDOW>(plan, p.cache, position, tokens.count * group, row_tile)).count();
+    const Keys keys = keys_of<WINDOW>(plan, p.cache.capacity, p.cache.window, position, tokens.count * group, row_tile);
+    count = Shares::of<WINDOW>(plan, p.cache, keys).count();
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();

@@ -246,9 +246,8 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
   };
 #pragma unroll 1
   while (tile > masked) step(std::true_type{});
-  if constexpr (!WINDOW)
 #pragma unroll 1
-    while (tile > 0) step(std::false_type{});
+  while (!WINDOW && tile > 0) step(std::false_type{});
 
   // The first tile's values. No warp reads the queries any more: gates replace them.
   ptx::group_barrier<128>(together);

@@ -66,17 +66,17 @@ struct Keys {
 };
 
 template <bool WINDOW>
-__device__ __forceinline__ Keys keys_of(const Plan &plan, const gdn_kv_cache &c, int position, int rows, int row_tile) {
+__device__ __forceinline__ Keys keys_of(const Plan &plan, int capacity, int window, int position, int rows, int row_tile) {
   const int last = min((row_tile + 1) * plan.rows_a_tile, rows) - 1;
   if constexpr (WINDOW) {
     const int seen = position + plan.group.quotient(row_tile * plan.rows_a_tile) + 1;
     const int end = position + plan.group.quotient(last) + 1;
     // What the ring holds at most, whatever the arguments are.
-    const int first = max(max(seen - c.window, end - c.capacity), 0), turn = first / c.capacity * c.capacity;
+    const int first = max(max(seen - window, end - capacity), 0), turn = first / capacity * capacity;
     return {position - turn, first - turn, end - turn};
   }
   return {position, 0, static_cast<int>(min(static_cast<uint32_t>(position) + static_cast<uint32_t>(plan.group.quotient(last)) + 1u,
-                                            static_cast<uint32_t>(c.capacity)))};
+                                            static_cast<uint32_t>(capacity)))};
 }
 
 // Tiles of keys are tiles of the cache's rows. Those of a ring's second turn follow those of the first, whose last may be short.
@@ -144,9 +144,12 @@ struct Rows {
       rows = 0;
       return;
     }
-    const Keys all = keys_of<WINDOW>(plan, p.cache, position, rows, row_tile);
-    keys = slot < 0 ? 0 : all.end;
-    if constexpr (WINDOW) position = all.position, first_key = slot < 0 ? 0 : all.first;
+    if constexpr (WINDOW) {
+      const Keys all = keys_of<WINDOW>(plan, p.cache.capacity, p.cache.window, position, rows, row_tile);
+      position = all.position, first_key = slot < 0 ? 0 : all.first, keys = slot < 0 ? 0 : all.end;
+    } else {
+      keys = slot < 0 ? 0 : keys_of<WINDOW>(plan, p.cache.capacity, 0, position, rows, row_tile).end;
+    }
   }
 
   // The end of the keys that a row of this tile sees.

@@ -2,10 +2,13 @@
 
 use crate::golden::DEMO;
 use crate::sequences::{assert_near, want};
-use crate::support::{devices, refused};
+use crate::serving::complete;
+use crate::support::{devices, refused, single_stream_devices};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result};
-use candle_gdn_models::{CausalLm, MixerKind, ModelConfig, Sequence, SequencePool};
+use candle_gdn_models::{
+    CausalLm, EngineOptions, GraphChoice, MixerKind, ModelConfig, Request, Sequence, SequencePool,
+};
 use std::collections::HashMap;
 
 /// Of the softmax layers, one after the other and again.
@@ -164,4 +167,26 @@ fn a_window_takes_the_same_memory_however_long_the_sequence() -> Result<()> {
         assert_eq!(bytes.total(1000), bytes.recurrent + bytes.conv + 104 * row);
         Ok(())
     })
+}
+
+/// In chunks, batched, from the prefix cache, with longer drafts by look-up than a ring has room for, and in graphs.
+#[test]
+fn an_engine_completes_alike() -> Result<()> {
+    for device in single_stream_devices() {
+        for windows in [[Some(7), Some(7)], [Some(40), Some(300)]] {
+            let model = model(&device, windows)?;
+            let prompt = |n: usize| [tokens(130 + 9 * n, 5), tokens(n * n, 3)].concat();
+            let requests: Vec<Request> = (0..6).map(|n| Request::new(prompt(n), 60)).collect();
+            let alone = EngineOptions { cuda_graph: GraphChoice::Off, ..EngineOptions::new(1, 300) };
+            let want = complete(&model, alone, &requests, false)?.0;
+            let chunks = EngineOptions { prefill_chunk: 100, ..EngineOptions::new(4, 300) };
+            let cached = EngineOptions { prefix_cache: 1 << 28, prefix_recent: 4, ..chunks.clone() };
+            for options in [chunks, EngineOptions { draft: 100, ..cached.clone() }, cached] {
+                let (got, stats) = complete(&model, options.clone(), &requests, false)?;
+                let what = format!("{windows:?} on {:?}, {options:?}, {stats:?}", device.location());
+                assert_eq!(got, want, "{what}");
+            }
+        }
+    }
+    Ok(())
 }
