@@ -1,4 +1,4 @@
-//! The causal language model of the Qwen3-Next family.
+//! The causal language model of every family.
 
 use crate::blocks::attention::{CacheShape, Rotary};
 use crate::blocks::decoder::{DecoderLayer, Mixer};

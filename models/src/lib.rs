@@ -1,5 +1,5 @@
-//! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next and the
-//! Qwen3.5 and 3.6 text models, dense and mixture of experts.
+//! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next, the
+//! Qwen3.5 to 3.8 text models, dense and mixture of experts, OLMo-Hybrid and Lara-4-Mini.
 //!
 //! The families share every block: gated softmax attention with partial rotary positions and a
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They

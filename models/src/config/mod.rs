@@ -22,7 +22,7 @@ use candle_gdn::GdnConfig;
 pub enum Family {
     /// Qwen3-Next: flat configuration, fused and interleaved `in_proj_qkvz` and `in_proj_ba`.
     Qwen3Next,
-    /// Qwen3.5 and 3.6, dense: text configuration inside a multimodal wrapper.
+    /// Qwen3.5, 3.6 and 3.8, dense: text configuration inside a multimodal wrapper.
     Qwen3_5,
     /// Qwen3.5 and 3.6 with a mixture of experts.
     Qwen3_5Moe,
