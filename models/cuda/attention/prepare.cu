@@ -7,6 +7,7 @@
 // A value row with an infinity or NaN is stored as zeros, and its key row as NaN: every query that sees the token gets NaN.
 // Products of tiles multiply the rows of tokens that a query does not see by a weight of zero, and zero times NaN is NaN.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/math.cuh"
@@ -37,7 +38,7 @@ template <int N> __device__ __forceinline__ unsigned shared_column(unsigned c) {
 // A warp's rows of token `begin` and of every `step`-th after it, N elements a load. QUERY: query heads `head` and the next; else
 // that key head and its value head. A row past the last head and columns past the last are zeros: only loads and stores skip
 // them.
-template <typename T, int N, bool QUERY, bool WINDOW>
+template <typename T, int N, bool QUERY, bool WINDOW, bool NORM>
 __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int step, float (&shared)[kRows][kRowSize]) {
   constexpr int kItems = kMaxDim / (32 * N), kRotated = QUERY ? kRows : 1;
   const int lane = threadIdx.x % 32, rows = (QUERY ? p.num_heads : p.num_kv_heads) - head;
@@ -46,13 +47,13 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   const auto column = [&](int m) { return (m * 32 + lane) * N; };
   const auto index = [&](int m, int i) { return shared_column<N>(column(m)) + i % 4 + i / 4 * kHalf; };
   // Load the weights.
-  const float *const weight = QUERY ? p.q_weight : p.k_weight;
   float weights[kItems][N];
 #pragma unroll
   for (int m = 0; m < kItems; ++m) {
-    if (weight && column(m) < p.head_dim) load_weights(weight + column(m), weights[m]);
+    if constexpr (!NORM) break;
+    if (column(m) < p.head_dim) load_weights((QUERY ? p.q_weight : p.k_weight) + column(m), weights[m]);
 #pragma unroll
-    for (int i = 0; i < N; ++i) weights[m][i] = weight ? weights[m][i] + (p.zero_centred ? 1.f : 0.f) : 1.f;
+    for (int i = 0; i < N; ++i) weights[m][i] += p.zero_centred ? 1.f : 0.f;
   }
 
   for (int n = blockIdx.y; n < p.seqs.num_seqs; n += gridDim.y) {
@@ -108,11 +109,11 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
           for (int i = 0; i < N; ++i) sum[r] = fmaf(raw[r][m][i], raw[r][m][i], sum[r]);
 #pragma unroll
       for (int r = 0; r < kRotated; ++r) {
-        const float scale = weight ? rsqrtf(group_sum(sum[r]) * mean + p.eps) : 1.f;
+        const float scale = NORM ? rsqrtf(group_sum(sum[r]) * mean + p.eps) : 1.f;
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
 #pragma unroll
-          for (int i = 0; i < N; ++i) shared[r][index(m, i)] = good ? raw[r][m][i] * scale * weights[m][i] : QUERY ? 0.f : NAN;
+          for (int i = 0; i < N; ++i) shared[r][index(m, i)] = good ? NORM ? raw[r][m][i] * scale * weights[m][i] : raw[r][m][i] : QUERY ? 0.f : NAN;
       }
       if (token + step < tokens.count) load();
       __syncwarp();
@@ -141,7 +142,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   }
 }
 
-template <typename T, int N, bool WINDOW>
+template <typename T, int N, bool WINDOW, bool NORM>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int step) {
   __shared__ __align__(16) float rows[kWarps][kRows][kRowSize];
   const int warp = threadIdx.x / 32, item = static_cast<int>(blockIdx.x) * kWarps + warp;
@@ -150,8 +151,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __g
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if (begin >= step) return;
-  if (token_item < query_items) prepare_rows<T, N, true, WINDOW>(p, token_item * kRows, begin, step, rows[warp]);
-  else prepare_rows<T, N, false, WINDOW>(p, token_item - query_items, begin, step, rows[warp]);
+  if (token_item < query_items) prepare_rows<T, N, true, WINDOW, NORM>(p, token_item * kRows, begin, step, rows[warp]);
+  else prepare_rows<T, N, false, WINDOW, NORM>(p, token_item - query_items, begin, step, rows[warp]);
 }
 
 int check(const gdn_attention_prepare_params &p) {
@@ -178,10 +179,12 @@ template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, 
   constexpr int kVec = 16 / sizeof(T);
   bool vec = true;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
-  const bool window = p.cache.window > 0;
-  const auto kernel = vec ? (window ? prepare_kernel<T, kVec, true> : prepare_kernel<T, kVec, false>)
-                          : (window ? prepare_kernel<T, 1, true> : prepare_kernel<T, 1, false>);
-  return launch(kernel, config, p, static_cast<int>(step));
+  const auto with = [&](auto window, auto norm) {
+    constexpr bool kWindow = decltype(window)::value, kNorm = decltype(norm)::value;
+    return launch(vec ? prepare_kernel<T, kVec, kWindow, kNorm> : prepare_kernel<T, 1, kWindow, kNorm>, config, p, static_cast<int>(step));
+  };
+  if (!p.q_weight) return p.cache.window > 0 ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
+  return p.cache.window > 0 ? with(std::true_type{}, std::true_type{}) : with(std::false_type{}, std::true_type{});
 }
 
 }  // namespace
