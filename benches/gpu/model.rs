@@ -163,10 +163,12 @@ impl Case<'_> {
         let times = if rings == StateLayout::Ring { 1 } else { 2 }; // read, and written
         let states = batch as u64 * times * (per_sequence.recurrent + per_sequence.conv);
         let keys = (batch * SEEN) as u64 * per_sequence.kv_per_token;
-        let weights = weight_bytes(self.model.config(), self.model.dtype(), self.chosen(&mut pool, &all)?);
+        let chosen = self.chosen(&mut pool, &all)?;
+        let weights = weight_bytes(self.model.config(), self.model.dtype(), chosen);
         let read: Vec<_> = weights.into_iter().chain([(GDN, states), (ATTENTION, keys)]).collect();
         let bytes = read.iter().map(|(_, bytes)| bytes).sum();
-        let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
+        let note = if chosen > 0 { format!("{chosen} experts chosen") } else { String::new() };
+        let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error).note(&note);
         if !bench.holds(&row("graph"), BOUND)? {
             return Ok(());
         }
