@@ -137,7 +137,7 @@ impl Case<'_> {
     fn chosen(&self, pool: &mut SequencePool, all: &[Sequence]) -> Result<usize> {
         let counted = (0..COUNTED).map(|step| {
             let next = self.next(all, step);
-            Ok(experts_chosen(|| self.model.feed_only(pool, &passed(&next)))?.1)
+            Ok(experts_chosen(|| self.model.feed(pool, &passed(&next)))?.1)
         });
         Ok(counted.sum::<Result<usize>>()? / COUNTED)
     }
