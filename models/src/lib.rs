@@ -70,6 +70,7 @@ mod sequences;
 mod weights;
 
 pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
+pub use blocks::moe::experts_chosen;
 pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
 pub use config::{

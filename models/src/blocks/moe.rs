@@ -1,5 +1,9 @@
 //! Sparse mixture of experts with a shared expert.
 
+mod chosen;
+
+pub use chosen::experts_chosen;
+
 use super::mlp::Mlp;
 use super::routing::Routing;
 use crate::config::MoeConfig;
@@ -133,6 +137,7 @@ impl SparseMoe {
     /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let flat = x.reshape(((), self.hidden))?;
+        self.count_chosen(&flat)?;
         let y = match (&self.router, &self.experts) {
             (Router::Cpu(router), Experts::Stacked(experts)) => {
                 let (experts, shared) = (experts.panels(), self.shared.as_ref().and_then(Mlp::panels));

@@ -70,6 +70,38 @@ fn general_and_cpu_kernels_agree() -> Result<()> {
     Ok(())
 }
 
+/// Of one expert a token, as many as there are different best scores; a token twice adds none.
+#[test]
+fn chosen_experts_are_counted_once() -> Result<()> {
+    let (hidden, experts) = (8, 8);
+    for shared in [0, 4] {
+        let cfg = MoeConfig {
+            num_experts: experts,
+            experts_per_token: 1,
+            intermediate_size: 4,
+            shared_intermediate_size: shared,
+            norm_topk_prob: true,
+        };
+        let mut weights = weights(&cfg, hidden)?;
+        // Input j scores expert j.
+        weights.insert("gate.weight".into(), Tensor::eye(experts, DType::F32, &Device::Cpu)?);
+        let source = Source::new(VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu));
+        let inputs = Tensor::eye(hidden, DType::F32, &Device::Cpu)?;
+        for layer in [SparseMoe::load(&cfg, hidden, &source)?, general(&cfg, hidden, &source)?] {
+            for (tokens, want) in [(vec![3u32], 1), (vec![3, 3, 3], 1), (vec![0, 5, 3, 5], 3)] {
+                let x = inputs.index_select(&Tensor::new(&tokens[..], &Device::Cpu)?, 0)?;
+                let (y, chosen) = experts_chosen(|| {
+                    layer.forward(&x, &Launch::default())?;
+                    layer.forward(&x, &Launch::default())
+                })?;
+                assert_eq!(chosen, 2 * want, "two passes of {tokens:?}");
+                assert_eq!(y.to_vec2::<f32>()?, layer.forward(&x, &Launch::default())?.to_vec2::<f32>()?);
+            }
+        }
+    }
+    Ok(())
+}
+
 /// 16 bits on CUDA against f32 on the CPU, of the same x and weights: both choose the same experts.
 #[cfg(feature = "cuda")]
 #[test]
