@@ -187,13 +187,8 @@ pub fn gdn_rule_diff(
     }
     let _working = Working::new(qkv.device());
     let last = Arc::<SideOutput>::default();
-    let op = RuleDiff {
-        sizes,
-        cu_seqlens: cu_seqlens.cloned(),
-        options,
-        has_state: state.is_some(),
-        last: last.clone(),
-    };
+    let op =
+        RuleDiff { sizes, cu_seqlens: cu_seqlens.cloned(), options, has_state: state.is_some(), last: last.clone() };
     let gates = dense_rows(gates)?;
     let state = state.map_or_else(|| Ok(gates.clone()), Tensor::contiguous)?;
     let o = dense_rows(qkv)?.apply_op3(&gates, &state, op)?;
