@@ -79,7 +79,13 @@ impl CustomOp2 for Output {
         }
     }
 
-    fn bwd(&self, main: &Tensor, place: &Tensor, _: &Tensor, grad: &Tensor) -> Result<(Option<Tensor>, Option<Tensor>)> {
+    fn bwd(
+        &self,
+        main: &Tensor,
+        place: &Tensor,
+        _: &Tensor,
+        grad: &Tensor,
+    ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let gradient = Arc::new(Mutex::new(Some(grad.contiguous()?)));
         *lock(&self.0.gradient) = Arc::downgrade(&gradient);
         let keeper = Var::zeros(place.shape(), place.dtype(), place.device())?.apply_op1(Keeper(gradient))?;
