@@ -1,6 +1,7 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
 mod checkpoint;
+mod columns;
 mod config;
 mod forward;
 mod freeze;

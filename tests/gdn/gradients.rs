@@ -305,6 +305,29 @@ fn both_outputs_have_gradients() {
     }
 }
 
+/// A pass that fails after the final state's gradient and before the rule's own leaves nothing behind.
+#[test]
+fn a_failed_pass_changes_no_later_one() {
+    for device in devices() {
+        let both = Call::random(small(), &[20, 7], USUAL, 13, &device);
+        let vars = both.args.clone().map(|x| Var::from_tensor(&x).unwrap());
+        let (o, last, _) = both.loss(&vars).unwrap();
+        let (d_o, d_last) = (both.d_o.as_ref().unwrap(), both.d_last.as_ref().unwrap());
+        let of_o = (&o * d_o).unwrap().sum_all().unwrap();
+        let of_last = (&last * d_last).unwrap().sum_all().unwrap();
+        // It has no backward pass. Of two terms candle walks the second one first: so the final state's, or not at all.
+        let kernel = Tensor::ones((small().value_heads, 1, 1), DType::F32, &device).unwrap();
+        let fails = o.conv_transpose1d(&kernel, 0, 0, 1, 1, 1).unwrap().sum_all().unwrap();
+        let only_o = Call { d_last: None, ..both.clone() }.run().gradients;
+        for loss in [&fails + &of_last, &of_last + &fails] {
+            let error = loss.unwrap().backward().map(drop).unwrap_err().to_string();
+            assert!(error.contains("conv-transpose1d"), "{error}");
+            let store = of_o.backward().unwrap();
+            assert_same("after a failure", &vars.each_ref().map(|x| store.get(x).cloned()), &only_o, &NAMES);
+        }
+    }
+}
+
 /// Longer than the states that a task of the CPU keeps at a time: 256 chunks of 16 tokens at K = V = 128.
 #[test]
 fn long_sequences_are_cut_in_segments() {
