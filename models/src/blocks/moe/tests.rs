@@ -81,6 +81,7 @@ fn chosen_experts_are_counted_once() -> Result<()> {
             intermediate_size: 4,
             shared_intermediate_size: shared,
             norm_topk_prob: true,
+            shared_gate: true,
         };
         let mut weights = weights(&cfg, hidden)?;
         // Input j scores expert j.
