@@ -4,7 +4,8 @@ import re
 import sys
 from pathlib import Path
 
-import report
+import frame
+import tables
 
 TOP = Path(__file__).resolve().parent.parent
 RESULTS = "benches/results/nvidia-h200"
@@ -29,23 +30,23 @@ def kernels(df):
         of_suite = df[(df.suite == suite) & (df.tool == "benches/peers") & (df.l2 == "cold") & (df.hk == 16) & (df.hv == 32)]
         cells, floor = [], ""
         for clock in ("gpu", "event"):
-            works = report.standing(of_suite, clock)
+            works = frame.standing(of_suite, clock)
             ratios = works.crate / works.best
             if suite == "layer" and clock == "gpu":
-                cells += [report.GAP] * 2
+                cells += [tables.GAP] * 2
             elif workload is None:
-                cells += [f"x {report.geomean(ratios):.2f}", f"worst x {ratios.max():.2f}"]
+                cells += [f"x {frame.geomean(ratios):.2f}", f"worst x {ratios.max():.2f}"]
             else:
                 work = works[works.workload == workload].iloc[0]
-                cells += [report.digits(work.crate), report.digits(work.best)]
-                floor = report.digits(work.floor)
+                cells += [tables.digits(work.crate), tables.digits(work.best)]
+                floor = tables.digits(work.floor)
         rows.append([name if workload else f"*all {len(works)}: {name}*", *cells, floor])
     return lines(rows)
 
 
 def models(df):
     """Steps and prompts in ms. A floor of experts needs those that were chosen: of a record that does not say so, one sequence."""
-    ms = lambda us: report.digits(us / 1e3)
+    ms = lambda us: tables.digits(us / 1e3)
     rows = [["sequences", *map(str, BATCHES), "prompt of 8,192 tokens"], ["---"] + ["--:"] * 5]
     df = df[df.suite == "model"]
     for model, name in MODELS:
@@ -53,13 +54,13 @@ def models(df):
         prompt = df[df.workload == f"{model} prompt T=8192"].iloc[0]
         rows.append([name, *(ms(step.gpu) for step in steps), f"{prompt.gpu / 1e3:.0f}"])
         counted = lambda n, step: n == 1 or "a3b" not in model or "experts chosen" in step.note
-        rows.append(["floor", *(ms(step.floor_us) if counted(n, step) else report.GAP for n, step in zip(BATCHES, steps)), ""])
+        rows.append(["floor", *(ms(step.floor_us) if counted(n, step) else tables.GAP for n, step in zip(BATCHES, steps)), ""])
     return lines(rows)
 
 
 def pages():
     """{page: its text as it should be}: the first table of a page whose head begins as ours does is replaced."""
-    df = report.load(TOP / RESULTS)[1]
+    df = frame.load(TOP / RESULTS)[1]
     found = {}
     for page, table in (("README.md", kernels(df)), ("models/README.md", models(df))):
         text, head = (TOP / page).read_text(encoding="utf-8"), re.escape(table[:table.index("|", 2)])

@@ -16,7 +16,7 @@ class Figures(unittest.TestCase):
             self.assertMultiLineEqual((figures.TOP / page).read_text(encoding="utf-8"), text, f"{page}: python3 benches/figures.py")
 
     def test_floors_of_experts_are_counted(self):
-        df = figures.report.load(figures.TOP / figures.RESULTS)[1]
+        df = figures.frame.load(figures.TOP / figures.RESULTS)[1]
         for note, gaps in (("", [0, 3, 3]), ("960 experts chosen", [0, 0, 0])):
             df.loc[:, "note"] = note
             floors = [line for line in figures.models(df).splitlines() if line.startswith("| floor")]
