@@ -44,7 +44,7 @@ impl ModelConfig {
     }
 
     /// Adds what the text lacks, from the shapes of weights where they are known and from what its family has, and reads it.
-    fn complete(mut value: Value, shape: Option<&dyn Fn(&str) -> Option<Vec<usize>>>) -> Result<Self> {
+    fn complete(mut value: Value, shape: Option<&sizes::Shapes<'_>>) -> Result<Self> {
         let (published, _) = family(&Fields::root(&value)?)?;
         if let Some(shape) = shape {
             sizes::complete(&mut value, published, shape)?;

@@ -6,6 +6,9 @@ use crate::formats::{LayerNames, Prefixes};
 use candle_core::{bail, Result};
 use serde_json::{Map, Value};
 
+/// The shape of a weight, by its name.
+pub(super) type Shapes<'a> = dyn Fn(&str) -> Option<Vec<usize>> + 'a;
+
 /// A tensor and its shape.
 type Found = Option<(String, Vec<usize>)>;
 
@@ -13,7 +16,7 @@ struct Sizes<'a> {
     published: &'a Published,
     names: &'static LayerNames,
     text: &'a mut Map<String, Value>,
-    shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
+    shape: &'a Shapes<'a>,
     prefix: String,
     layers: usize,
 }
@@ -22,11 +25,7 @@ struct Sizes<'a> {
 ///
 /// # Errors
 /// A size that is another than the weights'.
-pub(super) fn complete(
-    config: &mut Value,
-    published: &Published,
-    shape: &dyn Fn(&str) -> Option<Vec<usize>>,
-) -> Result<()> {
+pub(super) fn complete(config: &mut Value, published: &Published, shape: &Shapes<'_>) -> Result<()> {
     let Some(text) = text_model(config) else { return Ok(()) };
     let prefix = match Prefixes::find(|name| shape(name).is_some()).text {
         text if text.is_empty() => text,
