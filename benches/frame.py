@@ -20,7 +20,7 @@ SUITES = {"decode": ("B", "copy", None), "prefill": ("B×T", "matmul", None), "c
           "contest-prefill": ("workload", "matmul", None), "harness-decode": ("workload", None, None),
           "harness-prefill": ("workload", None, None), "conv": ("B×T", "copy", None), "norm": ("B×T", "copy", None),
           "backward": ("B×T", "matmul", None), "layer": ("T×B", None, "event"), "projections": ("T", "matmul", None), "rule": ("B×T", "copy", None)}
-ON_CPU = {name: SUITES[name] for name in ("rule", "conv", "norm")} | {"model": ("T×B", "tokens", None), "gguf": ("workload", "tokens", None)}
+ON_CPU = {name: SUITES[name] for name in ("rule", "conv", "norm")} | {"backward": ("B×T", None, None), "model": ("T×B", "tokens", None), "gguf": ("workload", "tokens", None)}
 
 
 class Broken(Exception):

@@ -1,4 +1,4 @@
-//! Gated DeltaNet, the linear attention of Qwen3-Next, Qwen3.5 and Qwen3.6, for [candle](candle_core).
+//! Gated DeltaNet, the linear attention of Qwen3-Next, Qwen3.5 to 3.8, OLMo-Hybrid and Lara-4-Mini, for [candle](candle_core).
 //!
 //! * [`GatedDeltaNet`] is the layer: load it from a checkpoint, give it a [`GdnState`], call `forward` with any number
 //!   of tokens.

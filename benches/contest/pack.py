@@ -84,6 +84,10 @@ def solutions():
             spec = {"language": "python", "entry_point": "main.py::run", "dependencies": ["flashinfer"],
                     "destination_passing_style": "new_state):" in text}
             yield kind, solution(name, kind, "flashinfer", spec, {"main.py": text}, text.split('"""')[1])
+            # Its default is not its fastest on most workloads.
+            without = text.replace('CONTEXT_PARALLEL = "auto"', "CONTEXT_PARALLEL = False")
+            if without != text:
+                yield kind, solution(f"{name}_nocp", kind, "flashinfer", spec, {"main.py": without}, "The same without context parallelism.")
 
 
 # ---- workloads ----

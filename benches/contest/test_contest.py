@@ -108,7 +108,9 @@ class Packed(unittest.TestCase):
         made = [load(path) for path in self.files("solutions", "solution.json")]
         self.assertEqual([s["name"] for s in made],
                          ["candle_gdn_decode", "candle_gdn_prefill", "flashinfer_decode", "flashinfer_decode_in_place",
-                          "flashinfer_prefill"])
+                          "flashinfer_prefill", "flashinfer_prefill_nocp"])
+        plain, without = (s["sources"][0]["content"].splitlines() for s in made[-2:])
+        self.assertEqual([(a, b) for a, b in zip(plain, without) if a != b], [('CONTEXT_PARALLEL = "auto"', "CONTEXT_PARALLEL = False")])
         for s in made:
             sources = {source["path"]: source["content"] for source in s["sources"]}
             path, _, entry = s["spec"]["entry_point"].partition("::")

@@ -4,6 +4,7 @@
 //! `cargo bench --bench cpu`; `CANDLE_NUM_THREADS` and `RAYON_NUM_THREADS` set the threads. Every contender's result is
 //! checked against the other's first. What was run is written to benches/results, for `benches/report.py`.
 
+mod backward;
 mod gguf;
 mod model;
 mod ops;
@@ -49,6 +50,7 @@ fn main() -> ExitCode {
         .without_plots()
         .configure_from_args();
     let mut works = rule::bench(&mut c);
+    works.extend(backward::bench(&mut c));
     works.extend(ops::conv(&mut c));
     works.extend(ops::norm(&mut c));
     works.extend(model::bench(&mut c));

@@ -9,9 +9,11 @@ use candle_core::DType;
 use candle_gdn_benches::parts::{parts, ATTENTION, EXPERTS, GDN, HEAD, PROJECTIONS};
 use candle_gdn_benches::record::{Row, Shape};
 use candle_gdn_cli::dummy::Dummy;
-use candle_gdn_models::{CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool, StateLayout};
+use candle_gdn_models::{
+    experts_chosen, CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool, StateLayout,
+};
 use candle_nn::VarBuilder;
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::path::Path;
 
 /// Tokens that a sequence has seen when it is timed.
@@ -21,6 +23,8 @@ const PREFILL: [usize; 2] = [512, 8192];
 /// Tokens of a prompt that run in one pass, as `generate` has it.
 const PASS: usize = 8192;
 const DRAFTED: [usize; 3] = [1, 4, 8];
+/// Steps whose experts are counted.
+const COUNTED: usize = 4;
 /// Room for the steps that are timed.
 const STEPS: usize = 1024 + 16;
 /// The graph plans its attention for the longest sequence it may serve, so sums come in another order than without.
@@ -37,9 +41,8 @@ pub fn config(name: &str) -> Result<ModelConfig> {
     Ok(ModelConfig::from_json(&text)?)
 }
 
-/// Bytes of the weights that the parts of a step of `sequences` read: of the experts as many as so many tokens choose on average
-/// where every choice is as likely as another.
-fn weight_bytes(config: &ModelConfig, dtype: DType, sequences: usize) -> [(&'static str, u64); 3] {
+/// Bytes of the weights that the parts of a step read, in which tokens chose so many experts over all layers.
+fn weight_bytes(config: &ModelConfig, dtype: DType, chosen: usize) -> [(&'static str, u64); 3] {
     let (size, hidden) = (dtype.size_in_bytes(), config.hidden_size);
     let weights = if config.fp8.is_some() { config.fp8_weight_bytes(dtype) } else { config.weight_bytes(dtype) };
     let head = (config.vocab_size * hidden * size) as u64;
@@ -48,15 +51,14 @@ fn weight_bytes(config: &ModelConfig, dtype: DType, sequences: usize) -> [(&'sta
     let (mut stored, mut read) = (0, 0);
     if let Some(moe) = &config.moe {
         let layers = config.layers.iter().filter(|layer| layer.ffn == FfnKind::Moe).count();
-        let matrices =
-            |width: usize| (layers * 3 * hidden * width * if config.fp8.is_some() { 1 } else { size }) as u64;
+        let matrices = |mlps: usize, width: usize| {
+            (mlps * 3 * hidden * width * if config.fp8.is_some() { 1 } else { size }) as u64
+        };
         let router = (layers * (moe.num_experts + 1) * hidden) as u64;
-        let chosen = 1. - (1. - moe.experts_per_token as f64 / moe.num_experts as f64).powi(sequences as i32);
-        let experts = matrices(moe.num_experts * moe.intermediate_size);
-        let shared = matrices(moe.shared_intermediate_size);
+        let shared = matrices(layers, moe.shared_intermediate_size);
         // The router is counted as f32, and read in bf16.
-        stored = experts + shared + 4 * router;
-        read = (experts as f64 * chosen) as u64 + shared + size as u64 * router;
+        stored = matrices(layers * moe.num_experts, moe.intermediate_size) + shared + 4 * router;
+        read = matrices(chosen, moe.intermediate_size) + shared + size as u64 * router;
     }
     [(PROJECTIONS, weights - table - head - stored), (HEAD, head), (EXPERTS, read)]
 }
@@ -116,20 +118,35 @@ impl Case<'_> {
     /// Feeds the sequences tokens one by one, from 0 to 15 of them: so rings are of all lengths, and every step folds some.
     fn stagger(&self, pool: &mut SequencePool, all: &[Sequence]) -> candle_core::Result<()> {
         (0..15).try_for_each(|step| {
-            let some = all.iter().enumerate().filter(|(n, _)| n % 16 > step).map(|(_, s)| (*s, &[5u32][..]));
-            match some.collect::<Vec<_>>() {
+            let next = self.next(all, step);
+            let some = next.iter().enumerate().filter(|(n, _)| n % 16 > step).map(|(_, next)| next);
+            match some.cloned().collect::<Vec<_>>() {
                 some if some.is_empty() => Ok(()),
-                some => self.model.feed_only(pool, &some),
+                some => self.model.feed_only(pool, &passed(&some)),
             }
         })
+    }
+
+    /// A token of its own for each sequence, another at each step: equal tokens would choose equal experts.
+    fn next(&self, all: &[Sequence], step: usize) -> Vec<(Sequence, u32)> {
+        let tokens = ids(self.model, SEEN + step, all.len());
+        all.iter().copied().zip(tokens).collect()
+    }
+
+    /// Experts that a step reads, over all layers: the mean of some steps.
+    fn chosen(&self, pool: &mut SequencePool, all: &[Sequence]) -> Result<usize> {
+        let counted = (0..COUNTED).map(|step| {
+            let next = self.next(all, step);
+            Ok(experts_chosen(|| self.model.feed(pool, &passed(&next)))?.1)
+        });
+        Ok(counted.sum::<Result<usize>>()? / COUNTED)
     }
 
     fn decode(&self, bench: &mut Bench, batch: usize, rings: StateLayout) -> Result<()> {
         let what = format!("step B={batch}{}", with(rings));
         let (mut pool, all) = self.pool(batch, 0, rings)?;
         let mut graph = DecodeGraph::capture(self.model, &mut pool, batch)?;
-        let next: Vec<(Sequence, u32)> = all.iter().map(|s| (*s, 1)).collect();
-        let fed: Vec<(Sequence, &[u32])> = all.iter().map(|s| (*s, &[1u32][..])).collect();
+        let first = self.next(&all, 0);
 
         let before = all.iter().map(|s| pool.snapshot(*s)).collect::<candle_core::Result<Vec<_>>>()?;
         let restore = |pool: &mut SequencePool| {
@@ -137,24 +154,33 @@ impl Case<'_> {
             self.stagger(pool, &all)
         };
         restore(&mut pool)?;
-        let want = self.model.feed(&mut pool, &fed)?;
+        let want = self.model.feed(&mut pool, &passed(&first))?;
         restore(&mut pool)?;
-        let got = graph.step(self.model, &mut pool, &next)?;
+        let got = graph.step(self.model, &mut pool, &first)?;
         let error = check::error(&got, &f64s(&got)?, &f64s(&want)?)?;
 
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
         let times = if rings == StateLayout::Ring { 1 } else { 2 }; // read, and written
         let states = batch as u64 * times * (per_sequence.recurrent + per_sequence.conv);
         let keys = (batch * SEEN) as u64 * per_sequence.kv_per_token;
-        let weights = weight_bytes(self.model.config(), self.model.dtype(), batch);
+        let chosen = self.chosen(&mut pool, &all)?;
+        let weights = weight_bytes(self.model.config(), self.model.dtype(), chosen);
         let read: Vec<_> = weights.into_iter().chain([(GDN, states), (ATTENTION, keys)]).collect();
         let bytes = read.iter().map(|(_, bytes)| bytes).sum();
-        let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error);
+        let note = if chosen > 0 { format!("{chosen} experts chosen") } else { String::new() };
+        let row = |variant: &str| self.row(&what, variant, batch, 1).work(bytes, 0).error("logits", error).note(&note);
         if !bench.holds(&row("graph"), BOUND)? {
             return Ok(());
         }
         let pool = RefCell::new(pool);
         let graph = RefCell::new(graph);
+        // Made beforehand: a step should not wait for its tokens.
+        let steps: Vec<_> = (0..STEPS).map(|step| self.next(&all, step)).collect();
+        let turn = Cell::new(0);
+        let next = || {
+            turn.set((turn.get() + 1) % STEPS);
+            &steps[turn.get()]
+        };
         // What is timed must not run out of room.
         let with_room = |pool: &mut SequencePool| match pool.len(all[0])? >= SEEN + STEPS - 17 {
             true => restore(pool),
@@ -163,7 +189,7 @@ impl Case<'_> {
         let step = || {
             let mut pool = pool.borrow_mut();
             with_room(&mut pool)?;
-            graph.borrow_mut().step(self.model, &mut pool, &next).map(|_| ())
+            graph.borrow_mut().step(self.model, &mut pool, next()).map(|_| ())
         };
         let mut sample = self.clock.time(row("graph"), &[Box::new(step)])?;
         sample.row.parts = parts(sample.calls());
@@ -174,7 +200,7 @@ impl Case<'_> {
         self.time(bench, row("eager"), || {
             let mut pool = pool.borrow_mut();
             with_room(&mut pool)?;
-            self.model.feed(&mut pool, &fed).map(|_| ())
+            self.model.feed(&mut pool, &passed(next())).map(|_| ())
         })
     }
 
@@ -225,6 +251,11 @@ impl Case<'_> {
             pool.end(s)
         })
     }
+}
+
+/// As a pass takes them.
+fn passed(next: &[(Sequence, u32)]) -> Vec<(Sequence, &[u32])> {
+    next.iter().map(|(s, token)| (*s, std::slice::from_ref(token))).collect()
 }
 
 fn with(rings: StateLayout) -> &'static str {

@@ -193,9 +193,7 @@ def time_op(binary, threads, repeats, say):
     shape = {"hk": HEADS, "hv": HEADS, "k": DIM, "v": DIM, "batch": 1}
     note = "32 key heads; threads set by a preloaded get_nprocs" + shared
     return [row("rule", f"T={t}", times[t], shape={**shape, "tokens": t, "total_tokens": t}, note=note,
-                includes="neither gates nor L2 norm",
-                # As the CPU benchmark counts: q, k, v and o once, the state read and written; three passes over it.
-                bytes=4 * (4 * t + 2 * DIM) * HEADS * DIM, flop=6 * t * HEADS * DIM * DIM) for t in TOKENS]
+                includes="neither gates nor L2 norm") for t in TOKENS]
 
 
 def time_model(binary, gguf, threads, repeats, say):

@@ -264,6 +264,10 @@ class Contenders(unittest.TestCase):
                                  use_qk_l2norm_in_kernel, A_log, dt_bias)
             return o.unflatten(0, (n, tokens)), s
 
+        def recurrent(q, k, v, g=None, gk=None, gv=None, beta=None, **options):
+            self.assertTrue(gk is gv is None)
+            return chunk(q, k, v, g, beta, **options)
+
         def convolve(past, weight):
             t = past.shape[1] - 3
             return torch.nn.functional.silu(sum(past[:, j:j + t].double() * weight[:, j].double() for j in range(4))).bfloat16()
@@ -283,13 +287,15 @@ class Contenders(unittest.TestCase):
 
         import contenders.peer_fla as peer
         self.assertEqual(os.environ["FLA_FLASH_QLA"], "0")
-        with self.modules(fla__ops__gated_delta_rule={"chunk_gated_delta_rule": chunk, "fused_recurrent_gated_delta_rule": chunk},
+        with self.modules(fla__ops__gated_delta_rule={"chunk_gated_delta_rule": chunk, "fused_recurrent_gated_delta_rule": recurrent},
                           fla__modules__causal_conv1d={"causal_conv1d": conv, "causal_conv1d_update": conv_update},
                           fla__modules__norm__fused_norm_gate={"rms_norm_gated": norm}), \
                 mock.patch("contenders.peer_fla.version", return_value="0"):
             contender = contenders.load("fla")(None, "cpu")
-            self.agree(contender, self.SHAPES)
-            self.agree(contender, [*self.DECODES, *self.LAYERS, work([1], 16, 32, "layer", True)], bounds=None)
+            for variant in ("chunk", "recurrent"):
+                self.agree(contender, self.SHAPES, variant)
+            self.agree(contender, self.LAYERS, "chunk", None)
+            self.agree(contender, [*self.DECODES, *self.LAYERS, work([1], 16, 32, "layer", True)], "recurrent", None)
         with self.modules(flash_qla={}), self.assertRaisesRegex(RuntimeError, "FlashQLA"):     # it must run its own kernels
             peer.Fla.own(None)
 
@@ -299,16 +305,20 @@ class Contenders(unittest.TestCase):
         prefills = [work([n] * 2, 2, 4) for n in (1, 63, 64, 130)]
         compiled = []
 
-        def compile(function, dynamic):
-            compiled.append((function.__name__, dynamic))
+        def compile(function, dynamic, mode):
+            compiled.append((function.__name__, dynamic, mode))
             return function
         with mock.patch("torch.compile", compile):
-            for name in ("torch", "torch-compile"):
+            for name, suite in (("torch", "decode"), ("torch-compile", "decode")):
                 contender = contenders.load(name)("", "cpu")
-                self.agree(contender, decodes + prefills)
-                for variant in ("one", "six"):
+                for variant in contenders.variants(name, suite):
+                    self.agree(contender, decodes + prefills, variant)
+                    self.assertEqual(torch.backends.cuda.matmul.allow_tf32, bool(variant))
+                for variant in contenders.variants(name, "layer"):
                     self.agree(contender, self.LAYERS, variant, None)
-        self.assertEqual(compiled[:2], [("decode", False), ("prefill", False)])
+        tuned = "max-autotune-no-cudagraphs"
+        self.assertEqual(compiled[:4], [("decode", False, "default"), ("prefill", False, "default"), ("decode", False, tuned),
+                                        ("prefill", False, tuned)])
         contender = contenders.load("torch")(None, "cpu")
         for variant in ("one", "two", "six"):
             self.agree(contender, [work([3], 16, 32, "projections")], variant, (4e-3,))

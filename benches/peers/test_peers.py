@@ -67,12 +67,12 @@ class Arguments(unittest.TestCase):
         counts = {suite: {name: len(items) for name, items in parts.items()} for suite, parts in self.plan().items()}
         self.assertEqual(list(counts), workloads.SUITES)
         baselines = lambda n: {"torch": n, "torch-compile": n}
-        self.assertEqual(counts["decode"], {"candle-gdn": 108, "flashinfer": 108, "fla": 108, **baselines(6)})
-        self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54, **baselines(3)})
+        self.assertEqual(counts["decode"], {"candle-gdn": 108, "flashinfer": 108, "fla": 108, **baselines(12)})
+        self.assertEqual(counts["prefill"], {"candle-gdn": 54, "flashinfer": 108, "flashqla": 54, "fla": 54 + 6, **baselines(6)})
         self.assertEqual((counts["contest-prefill"]["candle-gdn"], counts["contest-decode"]["fla"]), (100, 54))
-        self.assertEqual(counts["backward"], {"candle-gdn": 18, "flashqla": 18, "fla": 18, "torch": 2})
+        self.assertEqual(counts["backward"], {"candle-gdn": 18, "flashqla": 18, "fla": 18, "torch": 4})
         self.assertEqual(counts["projections"], {"torch": 42})
-        self.assertEqual(counts["layer"], {"candle-gdn": 17 + 4 + 4 + 7, "fla": 17, "torch": 34, "torch-compile": 12})
+        self.assertEqual(counts["layer"], {"candle-gdn": 17 + 4 + 4 + 7, "fla": 17 + 6, "torch": 34, "torch-compile": 18})
         todo = self.plan("decode", "layer", "--no-peers", "--algo", "all", "--shapes", "16/32", "--batches", "1,8")
         self.assertEqual([v for w, v in todo["decode"]["candle-gdn"] if w.name == "16/32 B=8" and w.l2 == "cold"],
                          contenders.ALGOS)
@@ -205,6 +205,23 @@ class Timing(unittest.TestCase):
         self.assertEqual([b - a for a, b in zip(order, order[1:]) if (b - a) % 7 != 1], [])
         self.assertEqual((row["launches"], row["gpu"]["median"], row["note"]), (2, 15.0, ""))
         self.assertGreaterEqual(row["wall"]["median"], row["host"]["median"])
+
+        def busy(launches):
+            """Of calls with so many launches; the calls that ran while the GPU was watched."""
+            watched = []
+
+            def activities(run, ahead):
+                n = len(order)
+                run()
+                watched.append(len(order) - n)
+                return [(10.0 * i, 5.0) for i in range(launches * watched[-1])]
+            return measured(activities, lambda calls: mock.Mock()), watched
+
+        row, watched = busy(100)
+        self.assertEqual((watched, row["launches"], row["note"]), ([3, 5], 100, ""), "no more launches than the driver queues")
+        row, watched = busy(1000)
+        self.assertEqual((watched, row["launches"], row["gpu"], row["event"] is None), ([3], 1000, None, False))
+        self.assertIn("more launches than the driver queues", row["note"])
         row = measured(lambda *_: [(0, 1.0)] * 3, broken)
         self.assertIsNone(row["event"])
         self.assertIn("no CUDA graph (RuntimeError: operation not permitted", row["note"])
@@ -327,7 +344,7 @@ class Whole(unittest.TestCase):
              ("flashqla", "contest-prefill", 4, 8)] +
             [(name, "prefill", *heads) for name in ("fla", "flashqla") for heads in ((4, 8), (16, 32))]))
         items, env = jobs["fla", "contest-prefill", 4, 8]
-        self.assertEqual((len(items), env["FLA_CACHE_RESULTS"]), (90, "0"))
+        self.assertEqual((len(items), env["FLA_CACHE_RESULTS"]), (115, "0"))
         self.assertEqual(len(jobs["flashinfer", "decode", 4, 8][0]), 9)
         self.assertIn(f"in 0 s, {len(jobs)} processes", messages[0])
 

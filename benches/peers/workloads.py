@@ -101,7 +101,8 @@ def projection_widths(hk, hv):
 
 
 def cost(work):
-    """(bytes, flop) that no implementation of the work can avoid."""
+    """(bytes, flop) of the work: bytes that every implementation moves, and the operations of chunks of 64 tokens. Smaller chunks
+    need fewer (rule_flop: of 16 tokens 30 % fewer), in products that fill the tensor cores less."""
     states = 2 * work.state_bytes()
     if work.suite == "projections":
         rows = sum(projection_widths(work.hk, work.hv))

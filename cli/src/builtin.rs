@@ -15,6 +15,8 @@ const FILES: &[(&str, &[u8])] = files![
     "demo/model.safetensors",
     "demo/tokenizer.json",
     "demo/tokenizer_config.json",
+    "configs/lara-4-mini.json",
+    "configs/olmo-hybrid-7b.json",
     "configs/qwen3-next-80b-a3b-fp8.json",
     "configs/qwen3-next-80b-a3b.json",
     "configs/qwen3.5-0.8b.json",
@@ -22,6 +24,7 @@ const FILES: &[(&str, &[u8])] = files![
     "configs/qwen3.5-35b-a3b-fp8.json",
     "configs/qwen3.5-35b-a3b.json",
     "configs/qwen3.5-4b.json",
+    "configs/qwen3.8-27b.json",
 ];
 
 /// The folder of these files: in the checkout that the program was built from, or where that is gone, in the user's cache, into

@@ -16,6 +16,7 @@ const SEED: u32 = 299792458;
 const KNOWN: &[&str] = &[".weight", ".A_log", ".dt_bias", ".experts.gate_up_proj", ".experts.down_proj"];
 const INTERLEAVED: &[&str] = &[".in_proj_qkvz.weight", ".in_proj_ba.weight"];
 const SPLIT: &[&str] = &[".in_proj_qkv.weight", ".in_proj_z.weight", ".in_proj_b.weight", ".in_proj_a.weight"];
+const ONE_MATRIX: &[&str] = &[".in_proj.weight"];
 
 /// The largest number in e4m3.
 const MOST: f32 = 448.;
@@ -26,6 +27,7 @@ const SCALE: &str = "_scale_inv";
 /// in every run, and keeps activations in the range of a trained model.
 pub struct Dummy {
     family: Family,
+    zero_centred: bool,
     tied: bool,
     fp8: Option<Fp8Config>,
     /// Matrices in e4m3 by their number of elements. Two matrices with as many elements hold the same numbers: to make those of the
@@ -36,7 +38,8 @@ pub struct Dummy {
 impl Dummy {
     pub fn new(config: &ModelConfig) -> Self {
         let (tied, fp8) = (config.tie_word_embeddings, config.fp8.clone());
-        Self { family: config.family, tied, fp8, in_fp8: Mutex::default() }
+        let (family, zero_centred) = (config.family, config.zero_centred_norms);
+        Self { family, zero_centred, tied, fp8, in_fp8: Mutex::default() }
     }
 
     /// Whether a weight is in e4m3, with scales beside it.
@@ -78,7 +81,10 @@ impl SimpleBackend for Dummy {
             let scale = range(weight, &[1, inputs])[1] / MOST;
             return Tensor::full(scale, shape, device)?.to_dtype(dtype);
         }
-        let (len, range) = (shape.elem_count(), range(name, shape.dims()));
+        let (len, mut range) = (shape.elem_count(), range(name, shape.dims()));
+        if !self.zero_centred && name.ends_with("norm.weight") {
+            range = [0.9, 1.1];
+        }
         if !device.is_cpu() {
             device.set_seed(u64::from(seed(name)))?;
         }
@@ -106,13 +112,15 @@ impl SimpleBackend for Dummy {
             return self.in_fp8(weight);
         }
         let ends = |with: &[&str]| with.iter().any(|end| name.ends_with(end));
-        let other = match self.family {
-            Family::Qwen3Next => SPLIT,
-            _ => INTERLEAVED,
+        let other: &[&[&str]] = match self.family {
+            Family::Qwen3Next => &[SPLIT],
+            Family::OlmoHybrid => &[SPLIT, INTERLEAVED, ONE_MATRIX],
+            Family::LaraMini => &[SPLIT, INTERLEAVED],
+            _ => &[INTERLEAVED],
         };
         let one_expert = name.contains(".experts.") && name.ends_with(".weight");
         let tied = self.tied && name.ends_with("lm_head.weight");
-        ends(KNOWN) && !ends(other) && !one_expert && !tied
+        ends(KNOWN) && !other.iter().any(|names| ends(names)) && !one_expert && !tied
     }
 }
 

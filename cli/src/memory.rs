@@ -148,7 +148,7 @@ impl<'a> Run<'a> {
         Ok(Bytes {
             weights: of_all(weights),
             states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
-            kv: of_all(sequence.kv_per_token.saturating_mul(product(&[caches, room.max_len]))),
+            kv: of_all(sequence.kv(room.max_len).saturating_mul(caches as u64)),
             working: of_all(if is_cpu {
                 let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
                 pass.saturating_add(repacked(config, args.quantize)).max(unpacked)
@@ -169,7 +169,7 @@ impl Bytes {
 fn with_draft_head(config: &ModelConfig) -> ModelConfig {
     let mut config = config.clone();
     if let Some(mut head) = config.layers.last().copied() {
-        head.mixer = MixerKind::FullAttention;
+        (head.mixer, head.window) = (MixerKind::FullAttention, None);
         config.layers.push(head);
     }
     config

@@ -166,9 +166,9 @@ def rotary(x, weight, inv_freq, positions, eps, zero_centred):
     return torch.cat([a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos(), x[..., 2 * pairs:]], -1)
 
 
-def attention(q, k, v, first, scale, gate=None):
+def attention(q, k, v, first, scale, gate=None, window=0):
     """q [tokens, heads, dim] at positions first + t, k and v [keys, kv_heads, dim]: every query sees keys up to its own
-    position, or all there are."""
+    position, or all there are; with a window so many of these, the last ones."""
     q, k, v = q.double(), k.double(), v.double()
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
@@ -176,7 +176,8 @@ def attention(q, k, v, first, scale, gate=None):
     step = max(1, (1 << 27) // max(k.shape[0] * k.shape[1], 1))    # scores of so many queries fit
     for part in q.split(step):
         scores = torch.einsum("thd,jhd->htj", part, k) * scale
-        seen = torch.arange(k.shape[0], device=q.device)[None] <= first + torch.arange(part.shape[0], device=q.device)[:, None]
+        ahead = torch.arange(k.shape[0], device=q.device)[None] - first - torch.arange(part.shape[0], device=q.device)[:, None]
+        seen = (ahead <= 0) & (ahead > -(window or k.shape[0] + 1))
         p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
         parts.append(torch.einsum("htj,jhd->thd", p, v))
         first += part.shape[0]

@@ -250,6 +250,12 @@ impl<'a> Model<'a> {
     /// # Errors
     /// When a tensor is missing or its shape does not fit the config.
     pub fn new(config: &'a ModelConfig, scale: f64, vb: VarBuilder) -> Result<Self> {
+        if !config.zero_centred_norms {
+            candle_core::bail!(
+                "finetune: config: `model_type`: expected one of Qwen's, whose layers this example has, got {:?}",
+                config.family
+            )
+        }
         let load = Load { config, scale };
         let (hidden, text) = (config.hidden_size, vb.pp(text_prefix(|name| vb.contains_tensor(name))));
         let layer = |(i, layer): (usize, &candle_gdn_models::LayerConfig)| {

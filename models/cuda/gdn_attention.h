@@ -18,13 +18,18 @@ extern "C" {
 
 // Keys and values of one layer, [slot, kv_head, position, head_dim] each, laid out alike. A slot number >= num_slots is
 // padding: its sequence reads and writes no cache, and its output rows are zero. Two sequences must not share a slot.
-// Nothing at or past `capacity` is read or written: a token there is not appended, and attends to what there is.
+// Without a window nothing at or past `capacity` is read or written: a token there is not appended, and attends to what there is.
+//
+// With a window the token at position t attends to positions t - window + 1 to t, and position p lies at p % capacity. A call's
+// tokens are in the cache before the first of them is read: where positions reach `capacity` it must be at least window + T - 1, or
+// the first of T tokens attend to fewer. T is at most `capacity` (GDN_BAD_LENGTH), and v must be finite everywhere from the start.
 typedef struct gdn_kv_cache {
   void *k, *v;             // io_dtype; aligned to 16 bytes
   gdn_slots slots;
   int64_t head_stride;     // elements from a kv head to the next; a multiple of 16 bytes, as is slot_stride
   int64_t token_stride;    // elements from a position to the next; likewise
   int32_t capacity;        // positions a slot has room for
+  int32_t window;          // tokens that a token attends to, itself included; 0: all
 } gdn_kv_cache;
 
 // Norm and rotary position of the new queries and keys; keys and values go to the cache, queries to q_out. Any number of
@@ -36,7 +41,7 @@ typedef struct gdn_attention_prepare_params {
   gdn_heads q;             // [.., num_heads, head_dim], io_dtype; any strides: columns of one projection, between gates
   gdn_heads k, v;          // [.., num_kv_heads, head_dim], io_dtype
   gdn_heads q_out;         // written: [.., num_heads, head_dim], io_dtype; may be q itself
-  const float *q_weight;   // [head_dim]
+  const float *q_weight;   // [head_dim]; null, with k_weight: queries and keys come normed
   const float *k_weight;   // [head_dim]
   const float *inv_freq;   // [rotary_dim / 2]: radians a position of the pair of values i and i + rotary_dim / 2
   const float *inv_freq_low;    // null, or [rotary_dim / 2]: what inv_freq lost when it was rounded to f32. At position
@@ -72,7 +77,7 @@ typedef struct gdn_attention_params {
   int32_t splits;          // 0 chooses, between the kernels too; n: the one for few tokens, where n blocks share the keys of a
                            // sequence and kv head
   int32_t overlap;         // GDN_OVERLAP; read before the wait: slot numbers, positions, cu_seqlens, and keys and values
-                           // before positions[n], which gdn_attention_prepare leaves alone
+                           // before positions[n] that a new token sees, which gdn_attention_prepare leaves alone
   float scale;             // of the scores; head_dim^-0.5 as a rule
 } gdn_attention_params;
 int gdn_attention(const gdn_attention_params *params, cudaStream_t stream);

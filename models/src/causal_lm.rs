@@ -1,4 +1,4 @@
-//! The causal language model of the Qwen3-Next family.
+//! The causal language model of every family.
 
 use crate::blocks::attention::{CacheShape, Rotary};
 use crate::blocks::decoder::{DecoderLayer, Mixer};
@@ -109,13 +109,22 @@ impl CausalLm {
         })
     }
 
-    /// The keys and values of one sequence in one softmax layer.
+    /// The window of each softmax layer.
+    pub(crate) fn attention_windows(&self) -> impl Iterator<Item = Option<usize>> + '_ {
+        self.layers.iter().filter_map(|layer| match &layer.mixer {
+            Mixer::Full(attention) => Some(attention.window),
+            Mixer::Linear(_) => None,
+        })
+    }
+
+    /// The keys and values of one sequence in one softmax layer without a window.
     pub(crate) fn cache_shape(&self, max_len: usize) -> CacheShape {
         CacheShape {
             heads: self.heads,
             kv_heads: self.kv_heads,
             head_dim: self.config.attention.head_dim,
             max_len,
+            window: None,
             dtype: self.dtype,
             device: self.device.clone(),
         }

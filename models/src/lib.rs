@@ -1,5 +1,5 @@
-//! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next and the
-//! Qwen3.5 and 3.6 text models, dense and mixture of experts.
+//! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next, the
+//! Qwen3.5 to 3.8 text models, dense and mixture of experts, OLMo-Hybrid and Lara-4-Mini.
 //!
 //! The families share every block: gated softmax attention with partial rotary positions and a
 //! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
@@ -70,10 +70,12 @@ mod sequences;
 mod weights;
 
 pub use blocks::attention::{rotary_frequencies, AttentionCache, AttentionDecode, AttentionPrepare, PrepareOptions};
+pub use blocks::moe::experts_chosen;
 pub use blocks::norm::AddRmsNorm;
 pub use causal_lm::CausalLm;
 pub use config::{
     json_as_python, AttentionConfig, Family, FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, MoeConfig,
+    NormPlacement, QkNorm,
 };
 pub use engine::{
     DraftDepth, Engine, EngineHandle, EngineMessages, EngineOptions, EngineStats, Event, FinishReason, Follower,

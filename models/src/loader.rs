@@ -276,8 +276,8 @@ impl<'a> Loader<'a> {
         }
         let mut layers = Vec::with_capacity(config.layers.len());
         for (i, layer) in config.layers.iter().enumerate() {
-            let layer = DecoderLayer::load(config, layer, &text.pp("layers").pp(i))?;
-            layers.push(layer.in_group(group.clone()).with_algo(self.algo));
+            let layer = DecoderLayer::load(config, layer, &text.pp("layers").pp(i), group.clone())?;
+            layers.push(layer.with_algo(self.algo));
             (self.progress)(i + 1, config.layers.len());
         }
         let head = match tied {
@@ -298,7 +298,7 @@ impl<'a> Loader<'a> {
             || embeddings.uses_candle()
             || layers.iter().any(|layer| layer.uses_candle)
             || draft_head.as_ref().is_some_and(DraftHead::uses_candle);
-        let norm = RmsNorm::load(config.hidden_size, config.rms_norm_eps, text.pp("norm").dense)?;
+        let norm = RmsNorm::load(config.hidden_size, config, text.pp("norm").dense)?;
         if let Some(files) = files {
             remarks.extend(files.unread(|name| prefixes.is_own(name, config.layers.len()))?);
         }

@@ -1,7 +1,8 @@
 //! The memory of a model, computed from its configuration alone.
 
-use crate::config::{Family, FfnKind, LayerConfig, MixerKind, ModelConfig};
-use crate::formats::Fp8Format;
+use crate::blocks::attention::capacity;
+use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig, QkNorm};
+use crate::formats::{Fp8Format, LayerNames};
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
@@ -17,14 +18,24 @@ pub struct SequenceBytes {
     /// What stands beside the recurrent states of a pool with [`StateLayout`](crate::StateLayout): of 32 tokens the convolution's inputs,
     /// keys, and in f32 updates and decays.
     pub ring: u64,
-    /// Keys and values of the softmax layers for each token that there is room for.
+    /// Keys and values of the softmax layers without a window for each token that there is room for.
     pub kv_per_token: u64,
+    /// Those of the softmax layers with a window for each token of its ring.
+    pub window_kv_per_token: u64,
+    /// Tokens of the ring: the largest window, and room for new tokens.
+    pub window_tokens: usize,
 }
 
 impl SequenceBytes {
     /// All of it, with room for `tokens` tokens and without a ring.
     pub fn total(&self, tokens: usize) -> u64 {
-        self.recurrent.saturating_add(self.conv).saturating_add(self.kv_per_token.saturating_mul(tokens as u64))
+        self.recurrent.saturating_add(self.conv).saturating_add(self.kv(tokens))
+    }
+
+    /// Keys and values with room for `tokens` tokens.
+    pub fn kv(&self, tokens: usize) -> u64 {
+        let ring = self.window_kv_per_token.saturating_mul(tokens.min(self.window_tokens) as u64);
+        self.kv_per_token.saturating_mul(tokens as u64).saturating_add(ring)
     }
 }
 
@@ -90,7 +101,8 @@ impl ModelConfig {
     pub fn sequence_bytes(&self, dtype: DType) -> SequenceBytes {
         let (c, a) = (&self.gdn, &self.attention);
         let linear = self.layers.iter().filter(|layer| layer.mixer == MixerKind::LinearAttention).count();
-        let full = self.layers.len() - linear;
+        let windows = || self.layers.iter().filter_map(|layer| layer.window);
+        let full = self.layers.len() - linear - windows().count();
         let (size, channels) = (dtype.size_in_bytes(), c.conv_channels() as u64);
         SequenceBytes {
             recurrent: product(&[linear, c.num_value_heads, c.value_head_dim, c.key_head_dim, 4]),
@@ -101,6 +113,8 @@ impl ModelConfig {
                     .saturating_add(product(&[c.num_value_heads, c.value_head_dim.saturating_add(1), 4])),
             ),
             kv_per_token: product(&[full, 2, a.num_kv_heads, a.head_dim, size]),
+            window_kv_per_token: product(&[windows().count(), 2, a.num_kv_heads, a.head_dim, size]),
+            window_tokens: windows().map(|window| capacity(Some(window), usize::MAX)).max().unwrap_or(0),
         }
     }
 
@@ -124,22 +138,21 @@ impl ModelConfig {
     /// The projections of a layer but those of experts: names, numbers, rows and columns.
     fn projections(&self, layer: &LayerConfig) -> Vec<(&'static str, [usize; 3])> {
         let (c, a, h) = (&self.gdn, &self.attention, self.hidden_size);
-        let (channels, value) = (c.conv_channels(), c.value_size());
         let mut all = match layer.mixer {
-            MixerKind::LinearAttention => match self.family {
-                Family::Qwen3Next => vec![("linear_attn.in_proj_qkvz", [1, channels + value, h])],
-                _ => vec![("linear_attn.in_proj_qkv", [1, channels, h]), ("linear_attn.in_proj_z", [1, value, h])],
-            },
+            MixerKind::LinearAttention => {
+                let names = LayerNames::of(self.family);
+                let mut all: Vec<_> =
+                    (names.gdn_inputs)(c).into_iter().map(|(name, rows)| (name, [1, rows, h])).collect();
+                all.push((names.gdn_output, [1, h, c.value_size()]));
+                all
+            }
             MixerKind::FullAttention => vec![
-                ("self_attn.q_proj", [1, 2 * a.num_heads * a.head_dim, h]),
+                ("self_attn.q_proj", [1, a.query_rows(), h]),
                 ("self_attn.k_proj", [1, a.num_kv_heads * a.head_dim, h]),
                 ("self_attn.v_proj", [1, a.num_kv_heads * a.head_dim, h]),
                 ("self_attn.o_proj", [1, h, a.num_heads * a.head_dim]),
             ],
         };
-        if layer.mixer == MixerKind::LinearAttention {
-            all.push(("linear_attn.out_proj", [1, h, value]));
-        }
         if let FfnKind::Dense { intermediate_size: inner } = layer.ffn {
             all.extend([
                 ("mlp.gate_proj", [1, inner, h]),
@@ -185,10 +198,16 @@ impl ModelConfig {
                     all.add(h.saturating_mul(2 * heads), 2 * heads + c.value_head_dim as u64);
                     all.add(channels.saturating_mul(c.conv_kernel as u64), 0);
                 }
-                MixerKind::FullAttention => all.add(0, 2 * a.head_dim as u64),
+                MixerKind::FullAttention => {
+                    let heads = match a.qk_norm {
+                        QkNorm::Head => 2,
+                        QkNorm::Projection => a.num_heads.saturating_add(a.num_kv_heads),
+                    };
+                    all.add(0, product(&[heads, a.head_dim]));
+                }
             }
             if let (FfnKind::Moe, Some(moe)) = (layer.ffn, &self.moe) {
-                let gate = if moe.shared_intermediate_size > 0 { h } else { 0 };
+                let gate = if moe.shared_gate && moe.shared_intermediate_size > 0 { h } else { 0 };
                 all.add(0, product(&[moe.num_experts, self.hidden_size]).saturating_add(gate));
             }
         }

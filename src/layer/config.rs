@@ -7,8 +7,8 @@ use serde::de::{Deserialize, Deserializer, Error};
 
 /// Sizes and constants of a [`GatedDeltaNet`](crate::GatedDeltaNet) layer.
 ///
-/// It is deserialized from a checkpoint's `config.json`, of Qwen3-Next or of Qwen3.5 and later, whose text model is nested
-/// in `text_config`:
+/// It is deserialized from a checkpoint's `config.json`, of Qwen3-Next, Lara-4-Mini, OLMo-Hybrid (with its own epsilon and beta
+/// scale), or of Qwen3.5 and later, whose text model is nested in `text_config`:
 ///
 /// ```
 /// # fn main() -> anyhow::Result<()> {
@@ -144,7 +144,9 @@ impl GdnConfig {
 #[derive(serde::Deserialize)]
 struct Keys {
     text_config: Option<Box<Keys>>,
+    model_type: Option<String>,
     hidden_size: Option<usize>,
+    num_attention_heads: Option<usize>,
     linear_num_key_heads: Option<usize>,
     linear_num_value_heads: Option<usize>,
     linear_key_head_dim: Option<usize>,
@@ -152,16 +154,37 @@ struct Keys {
     linear_conv_kernel_dim: Option<usize>,
     rms_norm_eps: Option<f64>,
     output_gate_type: Option<String>,
+    linear_allow_neg_eigval: Option<bool>,
+}
+
+impl Keys {
+    /// What OLMo-Hybrid's files need not say, as its configuration class in transformers completes it.
+    fn complete_olmo_hybrid(&mut self) {
+        let heads = self.num_attention_heads;
+        self.linear_num_key_heads = self.linear_num_key_heads.or(heads);
+        self.linear_num_value_heads = self.linear_num_value_heads.or(heads);
+        let three_quarters =
+            self.hidden_size.zip(self.linear_num_key_heads).and_then(|(h, n)| (3 * h / 4).checked_div(n));
+        self.linear_key_head_dim = self.linear_key_head_dim.or(three_quarters);
+        self.linear_value_head_dim = self.linear_value_head_dim.or(self.linear_key_head_dim.map(|dim| 2 * dim));
+        self.linear_conv_kernel_dim = self.linear_conv_kernel_dim.or(Some(4));
+        // That of the gated norm is not the model's.
+        self.rms_norm_eps = Some(1e-5);
+        self.linear_allow_neg_eigval = self.linear_allow_neg_eigval.or(Some(true));
+    }
 }
 
 /// From `config.json`; an error names the key.
 impl<'de> Deserialize<'de> for GdnConfig {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
         let root = Keys::deserialize(deserializer)?;
-        let keys = match root.text_config {
+        let mut keys = match root.text_config {
             Some(text) => *text,
             None => root,
         };
+        if keys.model_type.as_deref() == Some("olmo_hybrid") {
+            keys.complete_olmo_hybrid();
+        }
         let need = |key: &'static str, value: Option<usize>| value.ok_or_else(|| D::Error::missing_field(key));
         let heads = |count: &'static str, n, dim: &'static str, d| Ok::<_, D::Error>((need(count, n)?, need(dim, d)?));
         let key =
@@ -182,6 +205,9 @@ impl<'de> Deserialize<'de> for GdnConfig {
                 return Err(D::Error::custom(format!("output_gate_type: expected silu or sigmoid, got {other:?}")))
             }
         };
+        if keys.linear_allow_neg_eigval == Some(true) {
+            config.beta_scale = 2.0;
+        }
         config.check().map_err(D::Error::custom)?;
         Ok(config)
     }

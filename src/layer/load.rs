@@ -1,5 +1,6 @@
-//! A layer out of a checkpoint, in either of the layouts that are published.
+//! A layer out of a checkpoint, in any of the layouts that are published.
 
+use super::layout::{Layout, SEPARATE};
 use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 use crate::linear::DenseWeight;
 use candle_core::{bail, DType, Result, Shape, Tensor};
@@ -70,9 +71,11 @@ pub fn select_rows(matrix: &Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
 impl GatedDeltaNet {
     /// Loads the layer from the weights under `vb`, which stands at `..linear_attn`.
     ///
-    /// Both layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
-    /// (interleaved by key head) or the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and
-    /// later. Both become one projection. `A_log`, `dt_bias` and the norm are read in f32, the rest in vb's dtype.
+    /// The layouts of published checkpoints are recognised by their names: Qwen3-Next's `in_proj_qkvz` and `in_proj_ba`
+    /// (interleaved by key head); the split `in_proj_qkv`, `in_proj_z`, `in_proj_b` and `in_proj_a` of Qwen3.5 and later;
+    /// Lara-4-Mini's one `in_proj`; OLMo-Hybrid's separate `q_proj`, `k_proj`, `v_proj`, `g_proj`, `b_proj` and `a_proj`, with a
+    /// convolution each of q, k and v. All become one projection. `A_log`, `dt_bias` and the norm are read in f32, the
+    /// rest in vb's dtype.
     ///
     /// Weights are read once, here: see [`GatedDeltaNet`](Self#training).
     ///
@@ -120,36 +123,52 @@ impl GatedDeltaNet {
         let by_section = |rows: usize, name: &str, sizes: &[usize]| {
             weights.select_rows(get(rows, name)?, &sections(c.num_key_heads, sizes))
         };
-        let in_proj = if weights.contains("in_proj_qkvz.weight") {
-            vec![
+        let layout = Layout::find(&weights.prefix(), |name| weights.contains(name))?;
+        let in_proj = match layout {
+            Layout::Interleaved => vec![
                 by_section(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight", &c.qkvz_sizes())?,
                 by_section(2 * heads, "in_proj_ba.weight", &c.ba_sizes())?,
-            ]
-        } else if weights.contains("in_proj_qkv.weight") {
-            vec![
+            ],
+            Layout::Split => vec![
                 get(c.conv_channels(), "in_proj_qkv.weight")?,
                 get(c.value_size(), "in_proj_z.weight")?,
                 get(heads, "in_proj_b.weight")?,
                 get(heads, "in_proj_a.weight")?,
-            ]
-        } else {
-            bail!(
-                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
-                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
-                weights.prefix()
-            );
+            ],
+            Layout::OneMatrix => vec![get(c.section_rows().iter().sum(), "in_proj.weight")?],
+            Layout::Separate => {
+                let matrices = SEPARATE.iter().zip(c.section_rows());
+                matrices.map(|(name, rows)| get(rows, &format!("{name}.weight"))).collect::<Result<_>>()?
+            }
         };
-        let out_proj = weights.matrix(c.hidden_size, c.value_size(), "out_proj.weight")?;
+        let out_proj = weights.matrix(c.hidden_size, c.value_size(), &format!("{}.weight", layout.out_proj()))?;
+        let conv_weight = match layout {
+            Layout::Separate => convolutions(c, |shape, name| weights.tensor((&shape).into(), name))?,
+            _ => weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?,
+        };
         let parts = GdnParts {
             in_proj: InProjection::Fused(weights.projection(in_proj)?),
-            conv_weight: weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?,
+            conv_weight,
             a_log: weights.vector(heads, "A_log")?,
             dt_bias: weights.vector(heads, "dt_bias")?,
-            norm_weight: weights.vector(c.value_head_dim, "norm.weight")?,
+            norm_weight: weights.vector(c.value_head_dim, layout.norm())?,
             out_proj: weights.projection(vec![out_proj])?,
         };
         Self::new(config, parts)
     }
+}
+
+/// The convolutions of q, k and v one below the other. transformers joins whatever it finds in the three tensors, and saves thirds
+/// of the whole, which are cut elsewhere than q, k and v where V is not K.
+fn convolutions(c: &GdnConfig, get: impl Fn([usize; 3], &str) -> Result<Tensor>) -> Result<Tensor> {
+    let joined = |rows: [usize; 3]| {
+        let names = ["q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"];
+        let parts = names.iter().zip(rows).map(|(name, rows)| get([rows, 1, c.conv_kernel], name));
+        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+    };
+    let third = c.conv_channels().div_ceil(3);
+    let thirds = [third, third, c.conv_channels().saturating_sub(2 * third)];
+    joined([c.key_size(), c.key_size(), c.value_size()]).or_else(|error| joined(thirds).map_err(|_| error))
 }
 
 /// Adds to `vb` those weights of a layer in Qwen3.5's layout that it does not have yet; see [`GatedDeltaNet::init`].

@@ -1,9 +1,11 @@
 //! The Gated DeltaNet layer: projection, convolution, rule, gated norm, output projection.
 
 mod checkpoint;
+mod columns;
 mod config;
 mod forward;
 mod freeze;
+mod layout;
 mod load;
 mod projection;
 mod train;

@@ -1,5 +1,6 @@
 //! What the layer projects with, and what a projection of its input gives.
 
+use super::columns;
 use super::config::GdnConfig;
 use crate::linear::DenseWeight;
 use crate::rule::Gates;
@@ -232,6 +233,12 @@ impl InProjection {
                 let qkvz = project(qkvz, "in_proj_qkvz", c.conv_channels() + c.value_size(), launch)?;
                 // Only the first launch has the kernel of the layer before it in front of it.
                 let ba = project(ba, "in_proj_ba", 2 * heads, &Launch { overlap: false, ..launch.clone() })?;
+                if training && x.device().is_cpu() {
+                    let [q, k, v, z] = columns::by_key_head(c.num_key_heads, c.qkvz_sizes());
+                    let [qkv, z] = columns::columns(&qkvz, [[q, k, v].concat(), z])?;
+                    let [b, a] = columns::columns(&ba, columns::by_key_head(c.num_key_heads, c.ba_sizes()))?;
+                    return Ok(Outputs::Split { qkv, z, b, a });
+                }
                 let [q, k, v, z] = by_key_head(c, &qkvz, c.qkvz_sizes())?;
                 let [b, a] = by_key_head(c, &ba, c.ba_sizes())?;
                 let qkv = Tensor::cat(&[q, k, v], D::Minus1)?;

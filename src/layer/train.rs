@@ -1,6 +1,7 @@
 //! The layer in training.
 
 use super::checkpoint::checkpoint;
+use super::columns;
 use super::projection::Outputs;
 #[cfg(doc)]
 use super::{GatedDeltaNet, Projection};
@@ -53,8 +54,9 @@ const OP: &str = "TrainableGatedDeltaNet";
 /// projection gave (`2 HK K + 2 HV V + 2 HV`), both for the products' own gradients; q, k and v after the convolution (`2 HK K + HV V`);
 /// o, and o after the norm (`HV V` each); and the gates, `8 HV` bytes. With [`TrainableGatedDeltaNet::with_recompute`] it keeps x alone, and the
 /// backward pass runs the forward pass once more. For 16 key heads and 32 value heads of 128, hidden 2048, in bf16 that is 61,824 bytes a
-/// token without (Qwen3-Next's interleaved layout: 41,216 more for its columns in order) and 4,096 with it. A copy of every state is
-/// kept by neither: the backward pass computes them again from one in a chunk of tokens.
+/// token without and 4,096 with it (and the state that a call begins with). The columns of one matrix for all, or of Qwen3-Next's
+/// interleaved layout, as tensors of their own: 24,704 more on the CPU; on CUDA 41,216 in the interleaved layout and none in the other.
+/// A copy of every state is kept by neither: the backward pass computes them again from one in a chunk of tokens.
 #[derive(Debug, Clone)]
 pub struct TrainableGatedDeltaNet {
     config: GdnConfig,
@@ -111,7 +113,7 @@ impl TrainableGatedDeltaNet {
     }
 
     /// The layer with a choice: the backward pass runs the forward pass once more, projections included, so that of the layer
-    /// only x is kept until then. The gradients have the same bits, unless a projection draws random numbers (a dropout).
+    /// only x and the state before it are kept until then. The gradients have the same bits, unless a projection draws random numbers (a dropout).
     pub fn with_recompute(mut self, recompute: bool) -> Self {
         self.recompute = recompute;
         self
@@ -148,11 +150,11 @@ impl TrainableGatedDeltaNet {
             return Ok(self.run(x, cu_seqlens, None)?.0);
         }
         let (layer, cu_seqlens) = (self.clone(), cu_seqlens.cloned());
-        checkpoint(x, move |x| Ok(layer.run(x, cu_seqlens.as_ref(), None)?.0))
+        let mut outputs = checkpoint(&[x], move |x| Ok(vec![layer.run(&x[0], cu_seqlens.as_ref(), None)?.0]))?;
+        Ok(outputs.swap_remove(0))
     }
 
-    /// The same from a state, `None` being zeros, with the state after the last tokens. Both have gradients. Such a call keeps what it
-    /// needs for the backward pass, whatever [`Self::with_recompute`] says.
+    /// The same from a state, `None` being zeros, with the state after the last tokens. Both have gradients.
     ///
     /// # Errors
     /// As [`Self::forward`], and when the state does not fit.
@@ -167,9 +169,33 @@ impl TrainableGatedDeltaNet {
             let sequences = cu_seqlens.map_or(x.dims()[0], CuSeqlens::num_sequences);
             return Ok((x.clone(), state.map_or_else(|| self.zero_state(sequences, x), |state| Ok(state.clone()))?));
         }
+        if !self.recompute {
+            let [y, conv, recurrent] = self.run_with_state(x, cu_seqlens, state)?;
+            return Ok((y, TrainingState { conv, recurrent }));
+        }
+        let (layer, cu_seqlens) = (self.clone(), cu_seqlens.cloned());
+        let inputs = state.map_or_else(|| vec![x], |state| vec![x, &state.conv, &state.recurrent]);
+        let outputs = checkpoint(&inputs, move |inputs| {
+            let state = match inputs {
+                [_, conv, recurrent] => Some(TrainingState { conv: conv.clone(), recurrent: recurrent.clone() }),
+                _ => None,
+            };
+            Ok(layer.run_with_state(&inputs[0], cu_seqlens.as_ref(), state.as_ref())?.to_vec())
+        })?;
+        let [y, conv, recurrent] = <[Tensor; 3]>::try_from(outputs).expect("as many as the function returns");
+        Ok((y, TrainingState { conv, recurrent }))
+    }
+
+    /// y, and both parts of the state after it.
+    fn run_with_state(
+        &self,
+        x: &Tensor,
+        cu_seqlens: Option<&CuSeqlens>,
+        state: Option<&TrainingState>,
+    ) -> Result<[Tensor; 3]> {
         let (y, qkv, recurrent) = self.run(x, cu_seqlens, state)?;
         let conv = self.last_inputs(&qkv, cu_seqlens, state)?;
-        Ok((y, TrainingState { conv, recurrent }))
+        Ok([y, conv, recurrent])
     }
 
     /// y, the inputs of the convolution, and the final recurrent state.
@@ -180,7 +206,7 @@ impl TrainableGatedDeltaNet {
         state: Option<&TrainingState>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let (c, parts, launch) = (&self.config, &self.parts, &Launch::default());
-        let [qkv, z, ba] = columns(c, parts.in_proj.forward_tracked(c, &x.contiguous()?)?)?;
+        let [qkv, z, ba] = in_order(c, parts.in_proj.forward_tracked(c, &x.contiguous()?)?)?;
         let conv_weight = match parts.conv_weight.rank() {
             3 => parts.conv_weight.squeeze(1)?,
             _ => parts.conv_weight.clone(),
@@ -257,12 +283,17 @@ impl TrainableGatedDeltaNet {
 }
 
 /// q|k|v, z and b|a.
-fn columns(c: &GdnConfig, outputs: Outputs) -> Result<[Tensor; 3]> {
+fn in_order(c: &GdnConfig, outputs: Outputs) -> Result<[Tensor; 3]> {
     match outputs {
         Outputs::Fused(all) => {
             let (channels, values) = (c.conv_channels(), c.value_size());
-            let narrow = |start, len| all.narrow(D::Minus1, start, len);
-            Ok([narrow(0, channels)?, narrow(channels, values)?, narrow(channels + values, 2 * c.num_value_heads)?])
+            let ends = [channels, channels + values, channels + values + 2 * c.num_value_heads];
+            let runs = [0..ends[0], ends[0]..ends[1], ends[1]..ends[2]];
+            if all.device().is_cpu() {
+                return columns::columns(&all, runs.map(|run| vec![run]));
+            }
+            let [qkv, z, ba] = runs.map(|run| all.narrow(D::Minus1, run.start, run.len()));
+            Ok([qkv?, z?, ba?])
         }
         Outputs::Split { qkv, z, b, a } => Ok([qkv, z, Tensor::cat(&[b, a], D::Minus1)?]),
     }

@@ -1,12 +1,13 @@
 //! The layer in training out of a checkpoint, or new.
 
+use super::layout::Layout;
 use super::load::init_weights;
 use super::{GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
 use candle_core::{bail, DType, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
 impl TrainableGatedDeltaNet {
-    /// The layer with the weights under `vb`, which stands at `..linear_attn`, in either layout of published checkpoints, which
+    /// The layer with the weights under `vb`, which stands at `..linear_attn`, in Qwen's or Lara-4-Mini's layout, which
     /// is recognised by its names as in [`GatedDeltaNet::load`](crate::GatedDeltaNet::load). Projections stay in that layout. `A_log`, `dt_bias` and the norm are read in f32,
     /// the rest in vb's dtype.
     ///
@@ -35,24 +36,24 @@ impl TrainableGatedDeltaNet {
             wrap(name, Linear::new(weight, None))
         };
         let mut input = |name: &str, outputs: usize| projection(name, outputs, c.hidden_size);
-        let in_proj = if vb.contains_tensor("in_proj_qkvz.weight") {
-            InProjection::Interleaved {
+        let layout = Layout::find(&vb.prefix(), |name| vb.contains_tensor(name))?;
+        let in_proj = match layout {
+            Layout::Interleaved => InProjection::Interleaved {
                 qkvz: input("in_proj_qkvz", c.conv_channels() + c.value_size())?,
                 ba: input("in_proj_ba", 2 * heads)?,
-            }
-        } else if vb.contains_tensor("in_proj_qkv.weight") {
-            InProjection::Split {
+            },
+            Layout::Split => InProjection::Split {
                 qkv: input("in_proj_qkv", c.conv_channels())?,
                 z: input("in_proj_z", c.value_size())?,
                 b: input("in_proj_b", heads)?,
                 a: input("in_proj_a", heads)?,
-            }
-        } else {
-            bail!(
-                "no Gated DeltaNet under `{0}`: expected the weight `{0}.in_proj_qkvz.weight` (Qwen3-Next) or \
-                 `{0}.in_proj_qkv.weight` (Qwen3.5 and later), found neither",
+            },
+            Layout::OneMatrix => InProjection::Fused(input("in_proj", c.section_rows().iter().sum())?),
+            Layout::Separate => bail!(
+                "TrainableGatedDeltaNet: {0}.q_conv1d.weight: expected one convolution `{0}.conv1d.weight` of q, k and v, which is \
+                 trained as it is, got one each (OLMo-Hybrid)",
                 vb.prefix()
-            );
+            ),
         };
         let out_proj = projection("out_proj", c.hidden_size, c.value_size())?;
         let vector = |len: usize, name: &str| -> Result<Tensor> {
@@ -63,7 +64,7 @@ impl TrainableGatedDeltaNet {
             conv_weight: vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?,
             a_log: vector(heads, "A_log")?,
             dt_bias: vector(heads, "dt_bias")?,
-            norm_weight: vector(c.value_head_dim, "norm.weight")?,
+            norm_weight: vector(c.value_head_dim, layout.norm())?,
             out_proj,
         };
         Self::new(config, parts)

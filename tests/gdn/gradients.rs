@@ -1,6 +1,6 @@
 //! Gradients of the rule and its gates: golden files, the reference on random shapes, and what must hold to the bit.
 
-use crate::grad_case::{bits, Call, Look, Outcome, NAMES, USUAL};
+use crate::grad_case::{bits, reproducible, Call, Look, Outcome, NAMES, USUAL};
 use crate::support::{devices, golden, poison, refused, rel_rms, values};
 use candle_core::{DType, Device, Tensor, Var};
 use candle_gdn::ops::{gdn_gates, gdn_rule_diff, RuleOptions};
@@ -123,16 +123,18 @@ fn any_call() -> impl Strategy<Value = (Dims, Vec<usize>, bool, Look, [bool; 5],
         a_mean,
         b_mean,
         zero_rows,
-        repeat_keys: repeat_keys && a_mean >= 0.0,
+        // A beta near one erases what the same key wrote: what is left of a decay's gradient is rounding. Golden cases have it.
+        repeat_keys: repeat_keys && a_mean >= 0.0 && b_mean == 0.0,
     });
     (dims, lengths, look, any::<[bool; 5]>(), any::<u64>())
         .prop_map(|(dims, (lengths, packed), look, flags, seed)| (dims, lengths, packed, look, flags, seed))
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+    #![proptest_config(reproducible(48))]
 
-    /// Against the backward pass token by token in f64, which central differences check.
+    /// Against the backward pass token by token in f64, which central differences check. Where gradients cancel, those of
+    /// inputs with errors of a quarter of the bound say what arithmetic loses.
     #[test]
     fn gradients_on_random_shapes((dims, lengths, packed, look, flags, seed) in any_call()) {
         let [l2norm, twice, from_zeros, with_o, with_last] = flags;
@@ -153,33 +155,36 @@ proptest! {
             if !with_last {
                 call.d_last = None;
             }
-            let (o, last, want) = call.reference();
+            let (o, last, all) = call.reference();
+            let (noisy_o, noisy_last, noisy_all) = call.noisy(bound(look.dtype) / 4.0, seed).reference();
             poison(call.args[0].elem_count(), look.dtype, &device).unwrap();
             let out = call.run();
-            let mut off = Vec::new();
-            let outputs = [("o", Some(&out.o), &o), ("final state", Some(&out.last), &last)];
-            let gradients = NAMES.iter().zip(&out.gradients).zip(&want);
-            let gradients = gradients.map(|((name, got), want)| (*name, got.as_ref(), want));
-            for (i, (name, got, want)) in outputs.into_iter().chain(gradients).enumerate() {
-                let smallest = |got: &Tensor| smallest(got.dtype(), i >= outputs.len());
-                match got {
-                    Some(got) if want.iter().all(|x| x.abs() < smallest(got)) => {
-                        let large = values(got).iter().any(|x| x.abs() > 2.0 * smallest(got));
-                        prop_assert!(!large, "{name} is not as small as it should be");
-                    }
-                    // Sums over tokens may cancel: measured against the sum of what they add.
-                    Some(got) if name == "A_log" || name == "dt_bias" => {
-                        let error: Vec<f64> = values(got).iter().zip(want).map(|(got, want)| got - want).collect();
-                        off.push((name, norm(&error) / call.terms(name).max(1e-30)));
-                    }
-                    Some(got) => off.push((name, rel_rms(&values(got), want))),
-                    None => prop_assert!(from_zeros && name == "state", "{name} has no gradient"),
+            let outputs = [("o", Some(&out.o), &o, &noisy_o), ("final state", Some(&out.last), &last, &noisy_last)];
+            let gradients = NAMES.iter().zip(&out.gradients).zip(all.iter().zip(&noisy_all));
+            let gradients = gradients.map(|((name, got), (want, noisy))| (*name, got.as_ref(), want, noisy));
+            // The gates of CUDA kernels use the processor's exponential, good to two units in the last place.
+            let share = if device.is_cuda() && look.dtype == DType::F32 { 2.0 } else { 1.0 };
+            for (i, (name, got, want, noisy)) in outputs.into_iter().chain(gradients).enumerate() {
+                let Some(got) = got else {
+                    prop_assert!(from_zeros && name == "state", "{name} has no gradient");
+                    continue;
+                };
+                let (smallest, got) = (smallest(got.dtype(), i >= outputs.len()), values(got));
+                if want.iter().all(|x| x.abs() < smallest) {
+                    let large = got.iter().any(|x| x.abs() > 2.0 * smallest);
+                    prop_assert!(!large, "{name} is not as small as it should be");
+                    continue;
                 }
-            }
-            for (name, error) in off {
-                // The gates of CUDA kernels use the processor's exponential, good to two units in the last place.
-                let share = if device.is_cuda() && look.dtype == DType::F32 { 2.0 } else { 1.0 };
-                prop_assert!(error <= share * bound(look.dtype), "{name} is off by {error:e} on {:?}", device.location());
+                let minus = |x: &[f64], y: &[f64]| x.iter().zip(y).map(|(x, y)| x - y).collect::<Vec<f64>>();
+                // Sums over tokens may cancel: measured against the sum of what they add.
+                let (size, lost) = match name {
+                    "A_log" | "dt_bias" => {
+                        (call.terms(name, &all[3]), call.terms(name, &minus(&noisy_all[3], &all[3])))
+                    }
+                    _ => (norm(want), norm(&minus(noisy, want))),
+                };
+                let (error, allowed) = (norm(&minus(&got, want)), share * bound(look.dtype) * size + lost);
+                prop_assert!(error <= allowed, "{name} is off by {error:e} of {size:e} on {:?}", device.location());
             }
         }
     }
@@ -297,6 +302,29 @@ fn both_outputs_have_gradients() {
         let d_last = both.d_last.as_ref().unwrap();
         let last = of(&(&last * d_last).unwrap().sum_all().unwrap());
         assert_same("the state after o", &last, &only_last.run().gradients, &NAMES);
+    }
+}
+
+/// A pass that fails after the final state's gradient and before the rule's own leaves nothing behind.
+#[test]
+fn a_failed_pass_changes_no_later_one() {
+    for device in devices() {
+        let both = Call::random(small(), &[20, 7], USUAL, 13, &device);
+        let vars = both.args.clone().map(|x| Var::from_tensor(&x).unwrap());
+        let (o, last, _) = both.loss(&vars).unwrap();
+        let (d_o, d_last) = (both.d_o.as_ref().unwrap(), both.d_last.as_ref().unwrap());
+        let of_o = (&o * d_o).unwrap().sum_all().unwrap();
+        let of_last = (&last * d_last).unwrap().sum_all().unwrap();
+        // It has no backward pass. Of two terms candle walks the second one first: so the final state's, or not at all.
+        let kernel = Tensor::ones((small().value_heads, 1, 1), DType::F32, &device).unwrap();
+        let fails = o.conv_transpose1d(&kernel, 0, 0, 1, 1, 1).unwrap().sum_all().unwrap();
+        let only_o = Call { d_last: None, ..both.clone() }.run().gradients;
+        for loss in [&fails + &of_last, &of_last + &fails] {
+            let error = loss.unwrap().backward().map(drop).unwrap_err().to_string();
+            assert!(error.contains("conv-transpose1d"), "{error}");
+            let store = of_o.backward().unwrap();
+            assert_same("after a failure", &vars.each_ref().map(|x| store.get(x).cloned()), &only_o, &NAMES);
+        }
     }
 }
 

@@ -4,9 +4,11 @@ use crate::goldens::layer_golden;
 use crate::random_layer::{self, of_128, small};
 use crate::support::{devices, dtype_for, has, on_tensor_cores, refused, rel_rms, values, APART};
 use candle_core::{DType, Device, Result, Tensor};
-use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig};
+use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig, TrainableGatedDeltaNet};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
+
+type Weights = HashMap<String, Tensor>;
 
 pub fn config() -> GdnConfig {
     small().with(|c| (c.hidden_size, c.num_value_heads, c.value_head_dim) = (24, 6, 32))
@@ -44,6 +46,40 @@ pub fn weights_for(c: &GdnConfig, device: &Device) -> (HashMap<String, Tensor>, 
     (split, interleaved)
 }
 
+/// The layer of `split` in Lara-4-Mini's layout and in OLMo-Hybrid's, this also as transformers saves it: the convolution in thirds.
+fn published_layouts(c: &GdnConfig, split: &Weights) -> [Weights; 3] {
+    let renamed = |names: &[(&str, &str)]| -> Weights {
+        let rename =
+            |name: &String| names.iter().find(|(old, _)| old == name).map_or(name.clone(), |(_, new)| (*new).into());
+        split.iter().map(|(name, weight)| (rename(name), weight.clone())).collect()
+    };
+    let inputs = ["in_proj_qkv.weight", "in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight"];
+    let all = Tensor::cat(&inputs.map(|name| split[name].clone()), 0).unwrap();
+    let mut one = renamed(&[("norm.weight", "out_norm.weight")]);
+    let mut separate = renamed(&[("norm.weight", "o_norm.weight"), ("out_proj.weight", "o_proj.weight")]);
+    for name in inputs {
+        one.remove(name);
+        separate.remove(name);
+    }
+    let (key, value, heads) = (c.key_size(), c.value_size(), c.num_value_heads);
+    let mut first = 0;
+    for (name, rows) in [("q", key), ("k", key), ("v", value), ("g", value), ("b", heads), ("a", heads)] {
+        separate.insert(format!("{name}_proj.weight"), all.narrow(0, first, rows).unwrap());
+        first += rows;
+    }
+    one.insert("in_proj.weight".into(), all);
+    let conv = separate.remove("conv1d.weight").unwrap();
+    let cut = |[q, k, v]: [usize; 3]| {
+        let mut cut = separate.clone();
+        for (name, first, rows) in [("q", 0, q), ("k", q, k), ("v", q + k, v)] {
+            cut.insert(format!("{name}_conv1d.weight"), conv.narrow(0, first, rows).unwrap());
+        }
+        cut
+    };
+    let third = c.conv_channels().div_ceil(3);
+    [one, cut([key, key, value]), cut([third, third, c.conv_channels() - 2 * third])]
+}
+
 fn load(weights: &HashMap<String, Tensor>, dtype: DType, device: &Device) -> Result<GatedDeltaNet> {
     load_with(&config(), weights, dtype, device)
 }
@@ -67,14 +103,25 @@ fn in_parts(layer: &GatedDeltaNet, x: &Tensor, cuts: &[usize]) -> [Vec<f64>; 3] 
 }
 
 #[test]
-fn both_checkpoint_layouts_are_the_same_layer() {
+fn all_checkpoint_layouts_are_the_same_layer() {
     for device in devices() {
         let (split, interleaved) = weights_for(&config(), &device);
-        let (split, interleaved) =
-            (load(&split, DType::F32, &device).unwrap(), load(&interleaved, DType::F32, &device).unwrap());
         let x = Tensor::randn(0f32, 1., (2, 9, 24), &device).unwrap();
-        let run = |layer: &GatedDeltaNet| values(&layer.forward(&x, &mut layer.new_state(2).unwrap()).unwrap());
-        assert_eq!(run(&split), run(&interleaved));
+        let run = |weights: &Weights| {
+            let layer = load(weights, DType::F32, &device).unwrap();
+            values(&layer.forward(&x, &mut layer.new_state(2).unwrap()).unwrap())
+        };
+        let (want, others) = (run(&split), published_layouts(&config(), &split));
+        assert_eq!(run(&interleaved), want);
+        others.iter().for_each(|weights| assert_eq!(run(weights), want));
+        let train = |weights: &Weights| {
+            let weights = VarBuilder::from_tensors(weights.clone(), DType::F32, &device);
+            TrainableGatedDeltaNet::load(&config(), weights)
+        };
+        let trained = train(&others[0]).unwrap().forward(&x, None).unwrap();
+        let error = rel_rms(&values(&trained), &want);
+        assert!(error < 1e-5, "in training: {error:e}");
+        refused(train(&others[1]), &["conv1d.weight", "OLMo-Hybrid"]);
     }
 }
 
@@ -262,7 +309,17 @@ fn bad_weights_are_named() {
         }
     }
     let nothing = load(&HashMap::new(), DType::F32, &device);
-    refused(nothing, &["layer.in_proj_qkvz.weight", "layer.in_proj_qkv.weight"]);
+    refused(
+        nothing,
+        &["layer.in_proj_qkvz.weight", "layer.in_proj_qkv.weight", "layer.in_proj.weight", "layer.q_proj.weight"],
+    );
+    for good in published_layouts(&config(), &split) {
+        for name in good.keys() {
+            let mut missing = good.clone();
+            missing.remove(name);
+            refused(load(&missing, DType::F32, &device), &["layer."]);
+        }
+    }
 }
 
 #[test]

@@ -10,12 +10,12 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 
 #[test]
 fn the_layer_in_a_model() -> anyhow::Result<()> {
-    let dir = "examples/generate/demo"; // any checkpoint of the family; this one is in the repository
+    let dir = "examples/generate/demo"; // any checkpoint of the family; this one is in the clone
     let device = Device::cuda_if_available(0)?;
     let config: GdnConfig = serde_json::from_str(&std::fs::read_to_string(format!("{dir}/config.json"))?)?;
     let vb =
         unsafe { VarBuilder::from_mmaped_safetensors(&[format!("{dir}/model.safetensors")], DType::BF16, &device)? };
-    let layer = GatedDeltaNet::load(&config, vb.pp("model.layers.0.linear_attn"))?; // names of Qwen3-Next or of Qwen3.5
+    let layer = GatedDeltaNet::load(&config, vb.pp("model.layers.0.linear_attn"))?; // names of any published family
 
     let mut state = layer.new_state(1)?; // one sequence, all zeros, on the device of the weights
     let x = Tensor::randn(0f32, 1., (1, 7, config.hidden_size), &device)?.to_dtype(DType::BF16)?;

@@ -6,10 +6,14 @@ use crate::layer::{config, weights_for};
 use crate::projections::{dense, fused, parts};
 use crate::support::{devices, golden, refused, rel_rms, values};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
-use candle_gdn::{CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
+use candle_gdn::{
+    CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet, TrainingState,
+};
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use safetensors::SafeTensors;
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::Arc;
 
 /// The weights as variables of a map.
 fn variables(weights: &HashMap<String, Tensor>, dtype: DType) -> VarMap {
@@ -171,7 +175,8 @@ fn states_carry_gradients() {
         let map = variables(&weights, DType::F32);
         let layer = load(&config(), &map, DType::F32, device);
         let x = Var::randn(0f32, 1., (2, 20, 24), device).unwrap();
-        let gradients = |cuts: &[usize]| {
+        let gradients = |cuts: &[usize], recompute: bool| {
+            let layer = layer.clone().with_recompute(recompute);
             let (mut state, mut first, mut loss) = (None, 0, Tensor::zeros((), DType::F32, device).unwrap());
             for len in cuts {
                 let part = x.narrow(1, first, *len).unwrap();
@@ -189,13 +194,59 @@ fn states_carry_gradients() {
             all.push(values(&loss.reshape(1).unwrap()));
             all
         };
-        let want = gradients(&[20]);
+        let want = gradients(&[20], false);
+        assert_eq!(gradients(&[20], true), want, "recomputed");
         for cuts in [&[13, 7][..], &[1, 2, 17], &[18, 1, 1]] {
-            for (got, want) in gradients(cuts).iter().zip(&want) {
-                let error = rel_rms(got, want);
-                assert!(error < 2e-5, "{cuts:?}: {error:e}");
+            for recompute in [false, true] {
+                for (got, want) in gradients(cuts, recompute).iter().zip(&want) {
+                    let error = rel_rms(got, want);
+                    assert!(error < 2e-5, "{cuts:?}, recompute {recompute}: {error:e}");
+                }
             }
         }
+    }
+}
+
+/// With and without a state, recomputation runs the layer once more in the backward pass, and only then; and a packed call from a
+/// state that is a variable has its gradients to the bit.
+#[test]
+fn recomputation_is_obeyed_with_a_state() {
+    for device in &devices() {
+        let (_, weights) = weights_for(&config(), device);
+        let calls = Arc::new(AtomicUsize::new(0));
+        let layer = TrainableGatedDeltaNet::load_with(
+            &config(),
+            VarBuilder::from_tensors(weights, DType::F32, device),
+            |name, linear| {
+                if name != "out_proj" {
+                    return Ok(Projection::new(linear));
+                }
+                let calls = calls.clone();
+                Ok(Projection::module(candle_nn::func(move |x| {
+                    calls.fetch_add(1, Ordering::Relaxed);
+                    linear.forward(x)
+                })))
+            },
+        )
+        .unwrap();
+        let cu = CuSeqlens::from_lengths(&[6, 2], device).unwrap();
+        let x = Var::randn(0f32, 1., (8, 24), device).unwrap();
+        let c = config();
+        let conv = Var::randn(0f32, 1., (2, c.conv_kernel - 1, c.conv_channels()), device).unwrap();
+        let recurrent = (2, c.num_value_heads, c.value_head_dim, c.key_head_dim);
+        let recurrent = Var::randn(0f32, 0.1, recurrent, device).unwrap();
+        let state = TrainingState { conv: conv.as_tensor().clone(), recurrent: recurrent.as_tensor().clone() };
+        let run = |recompute: bool| {
+            let layer = layer.clone().with_recompute(recompute);
+            let (y, next) = layer.forward_with_state(&x, Some(&cu), Some(&state)).unwrap();
+            let parts = [&y, &next.conv, &next.recurrent].map(|part| part.sqr().unwrap().sum_all().unwrap());
+            let loss = parts.iter().skip(1).fold(parts[0].clone(), |loss, part| (loss + part).unwrap());
+            assert_eq!(calls.swap(0, Ordering::Relaxed), 1);
+            let store = loss.backward().unwrap();
+            assert_eq!(calls.swap(0, Ordering::Relaxed), usize::from(recompute));
+            [&x, &conv, &recurrent].map(|of| bits(store.get(of).unwrap()))
+        };
+        assert_eq!(run(true), run(false));
     }
 }
 

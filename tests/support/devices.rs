@@ -101,6 +101,11 @@ pub fn values(tensor: &Tensor) -> Vec<f64> {
     tensor.to_dtype(DType::F64).unwrap().flatten_all().unwrap().to_vec1().unwrap()
 }
 
+/// `exact` with random errors of at most `relative`: what a result does under them, no arithmetic that precise avoids.
+pub fn noisy(exact: &[f64], relative: f64, rng: &mut Rng) -> Vec<f64> {
+    exact.iter().map(|x| x * (1.0 + relative * (2.0 * rng.uniform() - 1.0))).collect()
+}
+
 /// A tensor of `dtype` from f64 values, and the values after rounding to it.
 pub fn rounded(values: &[f64], shape: &[usize], dtype: DType) -> Result<(Tensor, Vec<f64>)> {
     let tensor = Tensor::from_slice(values, shape, &Device::Cpu)?.to_dtype(DType::F32)?.to_dtype(dtype)?;

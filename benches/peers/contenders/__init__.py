@@ -11,6 +11,10 @@ ALGOS = ["auto", "recurrent", "recurrent_128", "decode_128", "chunked_sm80", "ch
 # another; a launch each for convolution, rule and norm, and cuBLAS.
 APART = ["no_overlap", "no_clusters", "unfused"]
 
+# torch.compile's own choice of products and of their shapes by measurement, in TF32.
+TUNED = "max-autotune"
+# fla's layer takes the recurrent form up to so many tokens, its chunk form from there on.
+RECURRENT_TOKENS = 64
 # name: module, class, {suite: variants}. Where `--algo` has a say the variants are those it may name, and APART.
 CONTENDERS = {
     "candle-gdn": ("candle_gdn", "CandleGdn", {**{s: ALGOS for s in RULE}, "layer": [*ALGOS, *APART],
@@ -18,10 +22,11 @@ CONTENDERS = {
     "flashinfer": ("peer_flashinfer", "FlashInfer", {"decode": [""], "contest-decode": [""],
                                                      **{s: ["cp", "nocp"] for s in PREFILLS}}),
     "flashqla": ("peer_flashqla", "FlashQLA", {s: [""] for s in [*PREFILLS, "backward"]}),
-    "fla": ("peer_fla", "Fla", {s: [""] for s in [*RULE, "layer", "backward"]}),
-    "torch": ("projections", "Torch", {"decode": [""], "prefill": [""], "backward": [""], "layer": ["one", "six"],
-                                       "projections": ["one", "two", "six"]}),
-    "torch-compile": ("tensor_ops", "Compiled", {"decode": [""], "prefill": [""], "layer": ["one", "six"]}),
+    "fla": ("peer_fla", "Fla", {**{s: [""] for s in ("decode", "contest-decode", "backward")},
+                                 **{s: ["chunk", "recurrent"] for s in [*PREFILLS, "layer"]}}),
+    "torch": ("projections", "Torch", {"decode": ["", "tf32"], "prefill": ["", "tf32"], "backward": ["", "tf32"],
+                                       "layer": ["one", "six"], "projections": ["one", "two", "six"]}),
+    "torch-compile": ("tensor_ops", "Compiled", {"decode": ["", TUNED], "prefill": ["", TUNED], "layer": ["one", "six", f"one {TUNED}"]}),
 }
 # What is slow, or slow to compile, has a few shapes of a suite: the rule without kernels of its own those of `--quick`.
 CHAIN = {"B=1", "T=16", "T=128", "T=512", "T=2048", "T=8192"}
@@ -52,6 +57,10 @@ def takes(name, variant, work):
     if variant in APART:        # where there is a step, and what it is to be without
         has = {"no_overlap": work.decode, "no_clusters": len(work.lens) == 1, "unfused": True}
         return work.lens[0] <= FUSED_TOKENS and has[variant]
+    if variant == "recurrent" and name == "fla":
+        return max(work.lens) <= RECURRENT_TOKENS
+    if variant == "chunk":
+        return not work.decode
     return work.name in BASELINES.get(name, {}).get(work.suite, [work.name])
 
 

@@ -30,7 +30,7 @@ class Fla(Peer):
 
     def rule_case(self, work, variant, sets):
         if not work.decode:
-            return allocating_prefill(work, sets, self.device, self.chunk, self.own)
+            return allocating_prefill(work, sets, self.device, self.ready(variant), self.own)
         d = draw(work, sets, self.device)
         results, math = {}, raw_math(d, work)
 
@@ -46,6 +46,12 @@ class Fla(Peer):
 
         poison_allocator(output_bytes(work), self.device)
         return Case([call(i) for i in range(sets)], math, lambda: (results[0][0][:, 0], results[0][1]))
+
+    def ready(self, variant):
+        """The rule with ready gates, in the order of arguments that the chunk form has."""
+        if variant == "chunk":
+            return self.chunk
+        return lambda q, k, v, g, beta, **options: self.recurrent(q, k, v, g=g, beta=beta, **options)
 
     def backward_case(self, work, variant, sets):
         return ready_backward(work, sets, self.device, lambda *args, **options: self.own(self.chunk(*args, **options)))
@@ -88,7 +94,7 @@ class Fla(Peer):
                 qkv, z, b, a = mixed.split([d.channels, d.values, hv, hv], -1)
                 convolved = [convolve(c, i, j) for j, c in enumerate(qkv.split(parts, -1))]
                 q, k, v = convolved if len(parts) == 3 else convolved[0].split([keys, keys, d.values], -1)
-                op = self.recurrent if work.decode else self.chunk
+                op = self.chunk if variant == "chunk" else self.recurrent
                 heads = lambda y: y.unflatten(-1, (-1, DIM))
                 o, final = op(heads(q), heads(k), heads(v), g=a, beta=b, initial_state=d.state[i],
                               output_final_state=True, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,

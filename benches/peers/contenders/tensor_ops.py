@@ -1,7 +1,8 @@
 """The rule in PyTorch's own operations, eager and through torch.compile: what a model has without kernels of its own. q, k
-and v come in bf16, states and arithmetic are in f32 (without TF32)."""
+and v come in bf16, states and arithmetic are in f32; products too, or in TF32 where the variant says so."""
 import layer
 import torch
+from contenders import TUNED
 from contenders.peer import Peer
 from contenders.torch_layer import TorchLayer
 from data import BF16, Case, draw, log_decay_f32, output_bytes, poison_allocator, raw_math
@@ -71,9 +72,21 @@ class TensorOps(Peer):
         self.lib_path, self.device, self.version = lib_path, device, torch.__version__
         if self.compiled:
             torch._dynamo.config.recompile_limit = 64       # a function is compiled again for every shape; eager past 8
-        self.decode, self.prefill = (torch.compile(f, dynamic=False) if self.compiled else f for f in (decode, prefill))
+        self.functions = {}
+
+    def function(self, f, variant):
+        """As the variant runs it, and the precision of products, which is the process's."""
+        torch.backends.cuda.matmul.allow_tf32 = variant in ("tf32", TUNED)
+        if not self.compiled:
+            return f
+        if (f, variant) not in self.functions:
+            # Not in CUDA graphs: the clocks make their own.
+            mode = "max-autotune-no-cudagraphs" if variant == TUNED else "default"
+            self.functions[f, variant] = torch.compile(f, dynamic=False, mode=mode)
+        return self.functions[f, variant]
 
     def backward_case(self, work, variant, sets):
+        self.function(prefill, variant)
         d = draw(work, sets, self.device)
         split = lambda x: x.split(list(work.lens))
 
@@ -99,11 +112,13 @@ class TensorOps(Peer):
         return layer.BOUNDS if work.suite == "layer" else super().bounds(work, variant)
 
     def layer_case(self, work, variant, sets):
-        return TorchLayer(self.lib_path, self.device, self.compiled).case(work, variant, sets)
+        products, _, tuned = variant.partition(" ")
+        return TorchLayer(self.lib_path, self.device, lambda f: self.function(f, tuned), self.compiled).case(work, products, sets)
 
     def rule_case(self, work, variant, sets):
         d = draw(work, sets, self.device)
         math, results = raw_math(d, work), {}
+        run_decode, run_prefill = (self.function(f, variant) for f in (decode, prefill))
         # [set, sequence, token, ..] of equal lengths.
         lead = (len(work.lens),) if work.decode else (len(work.lens), work.lens[0])
         inputs = [x.unflatten(1, lead) for x in (d.q, d.k, d.v, d.a, d.b)]
@@ -112,7 +127,7 @@ class TensorOps(Peer):
             args = *(x[i] for x in inputs), d.a_log, d.dt_bias, d.state[i]
 
             def run():
-                results[i] = (self.decode(*args), d.state[i]) if work.decode else self.prefill(*args)
+                results[i] = (run_decode(*args), d.state[i]) if work.decode else run_prefill(*args)
             return run
 
         def result():

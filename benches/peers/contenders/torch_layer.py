@@ -41,11 +41,11 @@ def output_side(o, z, norm, weight):
 
 
 class TorchLayer:
-    def __init__(self, lib_path, device, compiled):
+    """`function` makes of a function what is run in its place."""
+    def __init__(self, lib_path, device, function, compiled):
         self.crate, self.device = CandleGdn(lib_path, device), device
         self.convolution = convolve_by_terms if compiled else convolve
-        self.input_side, self.output_side = (
-            torch.compile(f, dynamic=False) if compiled else f for f in (input_side, output_side))
+        self.input_side, self.output_side = function(input_side), function(output_side)
 
     def case(self, work, variant, sets):
         d = layer.draw(work, sets, self.device)

@@ -8,6 +8,7 @@ mod in_place;
 mod launch;
 #[cfg(feature = "cuda")]
 mod pointers;
+mod side_output;
 #[cfg(feature = "cuda")]
 mod stream_lock;
 pub mod testing;
@@ -16,6 +17,7 @@ mod threads;
 pub use apply::{apply1, apply2, apply3};
 pub use in_place::*;
 pub use launch::{Arena, Launch};
+pub use side_output::SideOutput;
 pub use threads::{LastThread, Working};
 
 /// The same for CUDA.

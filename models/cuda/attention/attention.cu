@@ -1,6 +1,7 @@
 // gdn_attention: checks, and how the work is divided.
 #include "prompt.h"
 
+#include <algorithm>
 #include <cmath>
 
 #include "split.cuh"
@@ -21,7 +22,7 @@ int check(const gdn_attention_params &p) {
   if (int64_t{max_tokens(p.seqs)} * (p.num_heads / p.num_kv_heads) > kMaxBlocks - 64) return GDN_BAD_LENGTH;
   for (const gdn_heads *x : {&p.q, &p.gate, &p.o})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
-  if (const int status = check_cache(p.cache, p.io_dtype)) return status;
+  if (const int status = check_cache(p.cache, max_tokens(p.seqs), p.io_dtype)) return status;
   const bool rows = aligned_rows(p.q, 16 / dtype_size(p.io_dtype), p.io_dtype) && aligned_rows(p.o, 2, p.io_dtype) &&
                     (!p.gate.ptr || aligned_rows(p.gate, 2, p.io_dtype));
   return rows ? GDN_OK : GDN_BAD_ALGO;
@@ -122,7 +123,10 @@ int choose(const gdn_attention_params &p, Choice *c) {
   const int64_t fit = shared / (k.bytes() + 1024), resident = sms * (fit < 1 ? 1 : fit < kBlocks ? fit : kBlocks);
   const int64_t row_tiles = ceil_div(rows, k.rows);
   const int64_t groups = int64_t{p.seqs.num_seqs} * p.num_kv_heads * row_tiles;
-  const int max_len = p.max_len > 0 && p.max_len < p.cache.capacity ? p.max_len : p.cache.capacity;
+  int64_t max_len = p.max_len > 0 && p.max_len < p.cache.capacity ? p.max_len : p.cache.capacity;
+  // With a window a tile of rows sees that of its first token and the tokens after it, which need not begin with a tile of keys.
+  const int64_t tile_tokens = ceil_div(k.rows < rows ? k.rows : rows, group);
+  if (p.cache.window > 0) max_len = std::min(max_len, p.cache.window + tile_tokens - 1 + k.keys() / 2);
   const int64_t tiles = ceil_div(max_len, k.keys()), all_rows = int64_t{p.seqs.num_seqs} * tokens * p.num_heads;
   plan.splits = p.splits ? p.splits : choose_splits(groups, tiles, tile_times(k.rows), all_rows, p.head_dim, sms, resident);
   plan.by_splits = Divisor::of(plan.splits);
@@ -133,7 +137,7 @@ int choose(const gdn_attention_params &p, Choice *c) {
   plan.rows_a_tile = k.rows;
   plan.keys_a_tile = k.keys();
   while (1 << plan.keys_bits < k.keys()) ++plan.keys_bits;
-  const int64_t most_tiles = ceil_div(p.cache.capacity, k.keys()) + plan.splits;
+  const int64_t most_tiles = ceil_div(p.cache.capacity, k.keys()) + 2 + plan.splits;
   if (!plan.group.divides(rows + k.rows) || !plan.group.divides(p.num_heads) || !plan.by_splits.divides(most_tiles) ||
       !plan.by_splits.divides(row_tiles * plan.splits))
     return GDN_BAD_LENGTH;

@@ -10,7 +10,7 @@ namespace attention {
 
 static_assert(kCombineThreads >= kMaxSplits, "a thread a share");
 
-template <typename T, int SIDES>
+template <typename T, int SIDES, bool WINDOW>
 __global__ void __launch_bounds__(kCombineThreads)
     combine_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
   constexpr int kColumns = combine_columns(SIDES), kLanes = kColumns / 4, kAhead = 4;
@@ -29,8 +29,9 @@ __global__ void __launch_bounds__(kCombineThreads)
   int count = 0;
   if (has_token && slot >= 0) {
     const int group = static_cast<int>(plan.group.value), row_tile = (t * group + plan.group.rest(head)) / plan.rows_a_tile;
-    const int position = position_of(p.cache, p.positions, n);
-    count = Shares(plan, keys_of(plan, p.cache.capacity, position, tokens.count * group, row_tile)).count();
+    const int position = position_of<WINDOW>(p.cache, p.positions, n);
+    const Keys keys = keys_of<WINDOW>(plan, p.cache.capacity, p.cache.window, position, tokens.count * group, row_tile);
+    count = Shares::of<WINDOW>(plan, p.cache, keys).count();
   }
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
@@ -95,7 +96,7 @@ __global__ void __launch_bounds__(kCombineThreads)
   out_heads_at<T>(p.o, n, tokens.first + t, head)[out_column] = from_float<T>(y);
 }
 
-template <typename T> int launch_combine(const gdn_attention_params &p, const Plan &plan, cudaStream_t stream) {
+template <typename T, bool WINDOW> int launch_combine(const gdn_attention_params &p, const Plan &plan, cudaStream_t stream) {
   const int64_t rows = int64_t{p.seqs.num_seqs} * plan.max_tokens * p.num_heads;
   const bool few = combine_sides(plan.splits) == kFewSides;
   const int64_t blocks = rows * ceil_div(p.head_dim, combine_columns(few ? kFewSides : kManySides));
@@ -103,7 +104,7 @@ template <typename T> int launch_combine(const gdn_attention_params &p, const Pl
   // Its blocks may start while the last shares are still summed.
   const dim3 grid(static_cast<unsigned>(blocks));
   const LaunchConfig how = {grid, dim3(kCombineThreads), 0, stream, true};
-  return few ? launch(combine_kernel<T, kFewSides>, how, p, plan) : launch(combine_kernel<T, kManySides>, how, p, plan);
+  return few ? launch(combine_kernel<T, kFewSides, WINDOW>, how, p, plan) : launch(combine_kernel<T, kManySides, WINDOW>, how, p, plan);
 }
 
 }  // namespace attention

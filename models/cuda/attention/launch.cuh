@@ -9,7 +9,7 @@
 namespace gdn {
 namespace attention {
 
-template <typename T, auto *KERNEL>
+template <typename T, bool WINDOW, auto *KERNEL>
 int launch_both(const gdn_attention_params &p, const Plan &plan, int64_t bytes, int optin, cudaStream_t stream) {
   const int64_t x = int64_t{plan.splits} * plan.row_tiles;
   if (x > kMaxBlocks) return GDN_BAD_LENGTH;
@@ -17,16 +17,17 @@ int launch_both(const gdn_attention_params &p, const Plan &plan, int64_t bytes, 
                   static_cast<unsigned>(p.seqs.num_seqs));
   if (const int status = launch_allowed<KERNEL>({grid, dim3(kThreads), bytes, stream, plan.overlap}, optin, p, plan))
     return status;
-  return plan.splits > 1 ? launch_combine<T>(p, plan, stream) : GDN_OK;
+  return plan.splits > 1 ? launch_combine<T, WINDOW>(p, plan, stream) : GDN_OK;
 }
 
 template <typename T, int DIM, int MT, int SLOTS>
 int launch_mma(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {
   constexpr Kernel kernel = {DIM, 16 * MT, SLOTS, 2};
-  using M = Mma<T, DIM, MT, SLOTS>;
+  using M = Mma<T, DIM, MT, SLOTS, false>;
   static_assert(MT > 1 || SLOTS > 4 || M::kBytes <= kLeastShared, "a shape for every card");
   static_assert(kernel.bytes() == M::kBytes && kernel.keys() == M::kKeys, "the chooser's sizes are the kernel's");
-  return launch_both<T, mma_kernel<T, DIM, MT, SLOTS>>(p, plan, M::kBytes, optin, stream);
+  return p.cache.window > 0 ? launch_both<T, true, mma_kernel<T, DIM, MT, SLOTS, true>>(p, plan, M::kBytes, optin, stream)
+                            : launch_both<T, false, mma_kernel<T, DIM, MT, SLOTS, false>>(p, plan, M::kBytes, optin, stream);
 }
 
 template <typename T, int DIM>
@@ -47,11 +48,12 @@ int launch_mma(const gdn_attention_params &p, const Plan &plan, const Kernel &ke
 }
 
 template <int DIM> int launch_scalar(const gdn_attention_params &p, const Plan &plan, int optin, cudaStream_t stream) {
-  using S = Scalar<DIM>;
+  using S = Scalar<DIM, false>;
   constexpr Kernel kernel = {DIM, S::kRows, S::kSlots, 4};
   static_assert(S::kBytes <= kLeastShared, "a shape for every card");
   static_assert(kernel.bytes() == S::kBytes && kernel.keys() == S::kKeys, "the chooser's sizes are the kernel's");
-  return launch_both<float, scalar_kernel<DIM>>(p, plan, S::kBytes, optin, stream);
+  return p.cache.window > 0 ? launch_both<float, true, scalar_kernel<DIM, true>>(p, plan, S::kBytes, optin, stream)
+                            : launch_both<float, false, scalar_kernel<DIM, false>>(p, plan, S::kBytes, optin, stream);
 }
 
 }  // namespace attention

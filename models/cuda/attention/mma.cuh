@@ -12,8 +12,8 @@ namespace gdn {
 namespace attention {
 
 // Heads of up to DIM, 16 * MT rows a block.
-template <typename T, int DIM, int MT, int SLOTS> struct Mma {
-  using R = Ring<T, DIM, SLOTS>;
+template <typename T, int DIM, int MT, int SLOTS, bool WINDOW> struct Mma {
+  using R = Ring<T, DIM, SLOTS, WINDOW>;
   static constexpr int kRows = 16 * MT, kKeys = R::kKeys;
   static constexpr int kRowBytes = DIM * 2, kStride = kKeys + 8;    // of a row of scores, in floats: no bank conflicts
   static constexpr int kQ = R::kBytes, kScores = kQ + kRows * kRowBytes;
@@ -28,10 +28,10 @@ __device__ __forceinline__ uint32_t later_piece(uint32_t address, int pieces) {
 }
 
 // One function: its steps share the registers of queries, sums and scores.
-template <typename T, int DIM, int MT, int SLOTS>
+template <typename T, int DIM, int MT, int SLOTS, bool WINDOW>
 __global__ void __launch_bounds__(kThreads, 2)
     mma_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
-  using M = Mma<T, DIM, MT, SLOTS>;
+  using M = Mma<T, DIM, MT, SLOTS, WINDOW>;
   using R = typename M::R;
   constexpr int kSteps = DIM / 16;             // of the product of queries and keys
   constexpr int kTiles = M::kKeys / 8 / kWarps;    // of eight keys a warp
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, quad = lane % 4;
 
   // Find the block's rows and keys, and start its first tiles.
-  Block b(p, plan);
+  Block b(p, plan, std::bool_constant<WINDOW>());
   if (b.rows == 0) {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
@@ -154,6 +154,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     // Weights from the scores, and their products with the values of the warp's columns.
     const uint32_t values = base + ring.next(pass + 1) + lane_value;
+    const Tile keys_of_tile = Tile::of<WINDOW, M::kKeys>(p.cache, tile);
 #pragma unroll
     for (int begin = 0; begin < MT; begin += kTogether) {
       uint32_t weight[kTogether][kKeySteps][4];
@@ -163,17 +164,20 @@ __global__ void __launch_bounds__(kThreads, 2)
         for (int h = 0; h < 2; ++h) {
           const int mt = begin + m;
           const float *row = scores + (mt * 16 + h * 8 + lane / 4) * M::kStride + 2 * quad;
-          const int visible = seen[mt][h] - tile * M::kKeys - 2 * quad;    // keys from this lane's first on
+          // Keys from this lane's first on.
+          const int visible = b.seen_of<WINDOW>(keys_of_tile, seen[mt][h]) - 2 * quad;
+          const int hidden = b.hidden_of<WINDOW>(p.cache, keys_of_tile, seen[mt][h]) - 2 * quad;
+          const auto sees = [&](int key) { return key < visible && (!WINDOW || key >= hidden); };
           float x[kKeySteps][4];
           float most = largest[mt][h];
 #pragma unroll
           for (int s = 0; s < kKeySteps; ++s) {
             const float2 near = *reinterpret_cast<const float2 *>(row + 16 * s);
             const float2 far = *reinterpret_cast<const float2 *>(row + 16 * s + 8);
-            x[s][0] = 16 * s < visible ? near.x * plan.scale : -INFINITY;
-            x[s][1] = 16 * s + 1 < visible ? near.y * plan.scale : -INFINITY;
-            x[s][2] = 16 * s + 8 < visible ? far.x * plan.scale : -INFINITY;
-            x[s][3] = 16 * s + 9 < visible ? far.y * plan.scale : -INFINITY;
+            x[s][0] = sees(16 * s) ? near.x * plan.scale : -INFINITY;
+            x[s][1] = sees(16 * s + 1) ? near.y * plan.scale : -INFINITY;
+            x[s][2] = sees(16 * s + 8) ? far.x * plan.scale : -INFINITY;
+            x[s][3] = sees(16 * s + 9) ? far.y * plan.scale : -INFINITY;
 #pragma unroll
             for (int i = 0; i < 4; ++i) most = fmaxf(most, x[s][i]);
           }

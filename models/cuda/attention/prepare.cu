@@ -7,6 +7,7 @@
 // A value row with an infinity or NaN is stored as zeros, and its key row as NaN: every query that sees the token gets NaN.
 // Products of tiles multiply the rows of tokens that a query does not see by a weight of zero, and zero times NaN is NaN.
 #include <algorithm>
+#include <type_traits>
 
 #include "common/launch.cuh"
 #include "common/math.cuh"
@@ -37,7 +38,7 @@ template <int N> __device__ __forceinline__ unsigned shared_column(unsigned c) {
 // A warp's rows of token `begin` and of every `step`-th after it, N elements a load. QUERY: query heads `head` and the next; else
 // that key head and its value head. A row past the last head and columns past the last are zeros: only loads and stores skip
 // them.
-template <typename T, int N, bool QUERY>
+template <typename T, int N, bool QUERY, bool WINDOW, bool NORM>
 __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params &p, int head, int begin, int step, float (&shared)[kRows][kRowSize]) {
   constexpr int kItems = kMaxDim / (32 * N), kRotated = QUERY ? kRows : 1;
   const int lane = threadIdx.x % 32, rows = (QUERY ? p.num_heads : p.num_kv_heads) - head;
@@ -49,6 +50,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   float weights[kItems][N];
 #pragma unroll
   for (int m = 0; m < kItems; ++m) {
+    if constexpr (!NORM) break;
     if (column(m) < p.head_dim) load_weights((QUERY ? p.q_weight : p.k_weight) + column(m), weights[m]);
 #pragma unroll
     for (int i = 0; i < N; ++i) weights[m][i] += p.zero_centred ? 1.f : 0.f;
@@ -82,8 +84,10 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
     const int64_t slot = slot_of(p.cache.slots, n), before = p.positions[n];
     for (int64_t token = begin; token < tokens.count; token += step) {
       const int64_t position = before + token;
-      if (!QUERY && (slot < 0 || position >= p.cache.capacity)) break;
-      const int64_t in_cache = cache_offset(p.cache, slot, head) + position * p.cache.token_stride;
+      if (!QUERY && (slot < 0 || (!WINDOW && position >= p.cache.capacity))) break;
+      int64_t row = position;
+      if constexpr (WINDOW) row = static_cast<uint32_t>(position) % static_cast<uint32_t>(p.cache.capacity);
+      const int64_t in_cache = cache_offset(p.cache, slot, head) + row * p.cache.token_stride;
       // Append the value.
       bool good = slot >= 0;
       if constexpr (!QUERY) {
@@ -105,11 +109,11 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
           for (int i = 0; i < N; ++i) sum[r] = fmaf(raw[r][m][i], raw[r][m][i], sum[r]);
 #pragma unroll
       for (int r = 0; r < kRotated; ++r) {
-        const float scale = rsqrtf(group_sum(sum[r]) * mean + p.eps);
+        const float scale = NORM ? rsqrtf(group_sum(sum[r]) * mean + p.eps) : 1.f;
 #pragma unroll
         for (int m = 0; m < kItems; ++m)
 #pragma unroll
-          for (int i = 0; i < N; ++i) shared[r][index(m, i)] = good ? raw[r][m][i] * scale * weights[m][i] : QUERY ? 0.f : NAN;
+          for (int i = 0; i < N; ++i) shared[r][index(m, i)] = good ? NORM ? raw[r][m][i] * scale * weights[m][i] : raw[r][m][i] : QUERY ? 0.f : NAN;
       }
       if (token + step < tokens.count) load();
       __syncwarp();
@@ -138,7 +142,7 @@ __device__ __forceinline__ void prepare_rows(const gdn_attention_prepare_params 
   }
 }
 
-template <typename T, int N>
+template <typename T, int N, bool WINDOW, bool NORM>
 __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __grid_constant__ gdn_attention_prepare_params p, int step) {
   __shared__ __align__(16) float rows[kWarps][kRows][kRowSize];
   const int warp = threadIdx.x / 32, item = static_cast<int>(blockIdx.x) * kWarps + warp;
@@ -147,8 +151,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks) prepare_kernel(const __g
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
   if (begin >= step) return;
-  if (token_item < query_items) prepare_rows<T, N, true>(p, token_item * kRows, begin, step, rows[warp]);
-  else prepare_rows<T, N, false>(p, token_item - query_items, begin, step, rows[warp]);
+  if (token_item < query_items) prepare_rows<T, N, true, WINDOW, NORM>(p, token_item * kRows, begin, step, rows[warp]);
+  else prepare_rows<T, N, false, WINDOW, NORM>(p, token_item - query_items, begin, step, rows[warp]);
 }
 
 int check(const gdn_attention_prepare_params &p) {
@@ -158,7 +162,7 @@ int check(const gdn_attention_prepare_params &p) {
   if (const int status = check_sequences(p.seqs)) return status;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
-  return check_cache(p.cache, p.io_dtype);
+  return check_cache(p.cache, max_tokens(p.seqs), p.io_dtype);
 }
 
 template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, cudaStream_t stream) {
@@ -175,7 +179,12 @@ template <typename T> int launch_prepare(const gdn_attention_prepare_params &p, 
   constexpr int kVec = 16 / sizeof(T);
   bool vec = true;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.q_out}) vec = vec && aligned_rows(*x, kVec, p.io_dtype);
-  return launch(vec ? prepare_kernel<T, kVec> : prepare_kernel<T, 1>, config, p, static_cast<int>(step));
+  const auto with = [&](auto window, auto norm) {
+    constexpr bool kWindow = decltype(window)::value, kNorm = decltype(norm)::value;
+    return launch(vec ? prepare_kernel<T, kVec, kWindow, kNorm> : prepare_kernel<T, 1, kWindow, kNorm>, config, p, static_cast<int>(step));
+  };
+  if (!p.q_weight) return p.cache.window > 0 ? with(std::true_type{}, std::false_type{}) : with(std::false_type{}, std::false_type{});
+  return p.cache.window > 0 ? with(std::true_type{}, std::true_type{}) : with(std::false_type{}, std::true_type{});
 }
 
 }  // namespace
@@ -190,9 +199,9 @@ extern "C" int gdn_attention_prepare(const gdn_attention_prepare_params *params,
   if (const int status = check(p)) return status;
   if (p.seqs.num_seqs == 0 || max_tokens(p.seqs) == 0) return GDN_OK;
   for (const void *x : {p.q.ptr, p.k.ptr, p.v.ptr, p.q_out.ptr, static_cast<const void *>(p.cache.k),
-                        static_cast<const void *>(p.cache.v), static_cast<const void *>(p.positions),
-                        static_cast<const void *>(p.q_weight), static_cast<const void *>(p.k_weight)})
+                        static_cast<const void *>(p.cache.v), static_cast<const void *>(p.positions)})
     if (!x) return GDN_NULL_POINTER;
+  if (!p.q_weight != !p.k_weight) return GDN_NULL_POINTER;
   if (p.rotary_dim > 0 && !p.inv_freq) return GDN_NULL_POINTER;
   return with_dtype(p.io_dtype, [&](auto type) { return launch_prepare<typename decltype(type)::type>(p, stream); });
 }

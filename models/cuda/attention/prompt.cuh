@@ -114,8 +114,10 @@ struct Softmax {
   float largest[2] = {-INFINITY, -INFINITY}, total[2] = {0.f, 0.f};    // scores unscaled; of this lane's keys alone
 
   // Turns scores into weights; `keep`: the factors that rescale earlier sums; `visible`: keys seen from this lane's first on.
-  template <bool MASKED, int N>
-  __device__ __forceinline__ void weigh(float (&x)[N][4], float scale, const int (&visible)[2], float (&keep)[2]) {
+  // With a window keys before `hidden` are not seen.
+  template <bool MASKED, bool WINDOW, int N>
+  __device__ __forceinline__ void weigh(float (&x)[N][4], float scale, const int (&visible)[2], const int (&hidden)[2],
+                                        float (&keep)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float most = largest[h];
@@ -123,7 +125,7 @@ struct Softmax {
       for (int c = 0; c < N; ++c)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (MASKED && 8 * c + i >= visible[h]) x[c][2 * h + i] = -INFINITY;
+          if ((MASKED && 8 * c + i >= visible[h]) || (WINDOW && 8 * c + i < hidden[h])) x[c][2 * h + i] = -INFINITY;
           most = fmaxf(most, x[c][2 * h + i]);
         }
       most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
@@ -153,10 +155,10 @@ struct Softmax {
 
 // The arithmetic of 64 rows.
 // One function: products run between its steps, and ptxas must see that nothing touches their registers.
-template <typename T, int DIM>
+template <typename T, int DIM, bool WINDOW>
 __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, const Plan &plan,
-                                            typename Prompt<DIM>::Shared &shared, const Rows &b, int tiles, int group, int warp,
-                                            int lane) {
+                                            typename Prompt<DIM>::Shared &shared, const Rows &b, int first_tile, int tiles, int group,
+                                            int warp, int lane) {
   using S = Prompt<DIM>;
   constexpr int kKeys = S::kKeys;
   const int first = 64 * group + 16 * warp;    // the warp's rows
@@ -170,8 +172,8 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
   copy_rows<T, DIM>(p.q, p.head_dim, plan, b, first, queries, warp, lane);
   const int quad = lane % 4;
   const int seen[2] = {b.seen(plan, first + lane / 4), b.seen(plan, first + lane / 4 + 8)};
-  // Tiles from this one on hold keys that some row does not see.
-  const int masked = uniform(min(b.position + b.token(plan, 0) + 1, b.keys) / kKeys);
+  // Tiles from this one on hold keys that some row does not see; with a window all.
+  const int masked = WINDOW ? first_tile : uniform(min(b.position + b.token(plan, 0) + 1, b.keys) / kKeys);
   if (group == 1) order_arrive(1);
   ptx::copy_async_wait<0>();
   ptx::fence_async();
@@ -180,8 +182,13 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
   uint32_t weight[kKeys / 16][4];
   Softmax softmax;
   Stage<S::kStages> key, value;
-  const auto visible_in = [&](int tile, int(&visible)[2]) {
-    visible[0] = seen[0] - tile * kKeys - 2 * quad, visible[1] = seen[1] - tile * kKeys - 2 * quad;
+  const auto visible_in = [&](int tile, int(&visible)[2], int(&hidden)[2]) {
+    const Tile keys_of_tile = Tile::of<WINDOW, kKeys>(p.cache, tile);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      visible[h] = b.seen_of<WINDOW>(keys_of_tile, seen[h]) - 2 * quad;
+      hidden[h] = b.hidden_of<WINDOW>(p.cache, keys_of_tile, seen[h]) - 2 * quad;
+    }
   };
   const auto round_weights = [&] {
 #pragma unroll
@@ -200,9 +207,9 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
     wgmma::hold(x);
     ptx::barrier_arrive(keys_free + 8 * key.index);
     key.next();
-    int visible[2];
-    visible_in(tile, visible);
-    softmax.weigh<true>(x, plan.scale, visible, keep);
+    int visible[2], hidden[2];
+    visible_in(tile, visible, hidden);
+    softmax.weigh<true, WINDOW>(x, plan.scale, visible, hidden, keep);
     round_weights();
   }
   ptx::barrier_wait(ptx::shared_address(&shared.cleared), 0);
@@ -221,9 +228,9 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
     wgmma::hold(x);
     ptx::barrier_arrive(keys_free + 8 * key.index);
     key.next();
-    int visible[2];
-    visible_in(tile, visible);
-    softmax.weigh<decltype(with_mask)::value>(x, plan.scale, visible, keep);
+    int visible[2], hidden[2];
+    visible_in(tile, visible, hidden);
+    softmax.weigh<decltype(with_mask)::value, WINDOW>(x, plan.scale, visible, hidden, keep);
     softmax.settle();
     // Rescale the sums.
     wgmma::wait<0>();
@@ -240,7 +247,7 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
 #pragma unroll 1
   while (tile > masked) step(std::true_type{});
 #pragma unroll 1
-  while (tile > 0) step(std::false_type{});
+  while (!WINDOW && tile > 0) step(std::false_type{});
 
   // The first tile's values. No warp reads the queries any more: gates replace them.
   ptx::group_barrier<128>(together);
@@ -293,7 +300,7 @@ __device__ __forceinline__ void run_arithmetic(const gdn_attention_params &p, co
   });
 }
 
-template <typename T, int DIM>
+template <typename T, int DIM, bool WINDOW>
 __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
     prompt_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan,
                   const __grid_constant__ PromptMaps maps) {
@@ -306,7 +313,7 @@ __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
 
   // Find the block's rows.
   const RowTile row_tile = row_tile_of_block(p, plan, lane);
-  Rows b(p, plan, row_tile.n, row_tile.kv_head, row_tile.row_tile);
+  Rows b(p, plan, row_tile.n, row_tile.kv_head, row_tile.row_tile, std::bool_constant<WINDOW>());
   b.rows = uniform(row_tile.exists ? b.rows : 0), b.keys = uniform(b.keys);
   const uint32_t keys_full = ptx::shared_address(shared.keys_full), keys_free = ptx::shared_address(shared.keys_free);
   const uint32_t values_full = ptx::shared_address(shared.values_full), values_free = ptx::shared_address(shared.values_free);
@@ -337,7 +344,17 @@ __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
     return;
   }
   __syncthreads();
-  const int tiles = uniform((b.keys + S::kKeys - 1) / S::kKeys);
+  // The tiles of keys, from `first_tile` to the one before `tiles`.
+  int first_tile = 0, tiles;
+  if constexpr (WINDOW) {
+    const auto tile = [&](int position) {
+      return uniform(tile_of_ring(p.cache, position, S::kKeys, [](int x) { return x / S::kKeys; }));
+    };
+    b.first_key = uniform(b.first_key);
+    first_tile = tile(b.first_key), tiles = tile(b.keys - 1) + 1;
+  } else {
+    tiles = uniform((b.keys + S::kKeys - 1) / S::kKeys);
+  }
 
   if (group == 0) {
     fewer_registers<S::kCopyRegisters>();
@@ -350,17 +367,17 @@ __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
       Stage<S::kStages> stage;
       if (lane == 0)
 #pragma unroll 1
-        for (int tile = tiles - 1; tile >= 0; --tile, stage.next()) {
+        for (int tile = tiles - 1; tile >= first_tile; --tile, stage.next()) {
           ptx::barrier_wait(free + 8 * stage.index, stage.parity ^ 1);    // passes at once in the first round
           ptx::barrier_expect(full + 8 * stage.index, S::kTile);
 #pragma unroll
           for (int c = 0; c < DIM / 64; ++c)
-            ptx::copy_box(tiles_address + stage.index * S::kTile + c * S::kBox, &map, 64 * c, tile * S::kKeys, b.kv_head, slot, full + 8 * stage.index);
+            ptx::copy_box(tiles_address + stage.index * S::kTile + c * S::kBox, &map, 64 * c, Tile::of<WINDOW, S::kKeys>(p.cache, tile).row, b.kv_head, slot, full + 8 * stage.index);
         }
     } else {
       // Clear the values past the last key: zero times NaN is not zero.
       ptx::barrier_wait(values_full, 0);
-      const int count = b.keys - (tiles - 1) * S::kKeys, words = (S::kKeys - count) * 8;
+      const int count = b.keys - Tile::of<WINDOW, S::kKeys>(p.cache, tiles - 1).start, words = (S::kKeys - count) * 8;
 #pragma unroll 1
       for (int c = 0; c < DIM / 64; ++c)
 #pragma unroll 1
@@ -372,7 +389,7 @@ __global__ void __launch_bounds__(Prompt<DIM>::kThreads, 1)
     return;
   }
   more_registers<S::kMathRegisters>();
-  run_arithmetic<T, DIM>(p, plan, shared, b, tiles, group - 1, warp, ptx::lane_here());
+  run_arithmetic<T, DIM, WINDOW>(p, plan, shared, b, first_tile, tiles, group - 1, warp, ptx::lane_here());
 }
 
 }  // namespace attention

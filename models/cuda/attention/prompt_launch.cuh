@@ -13,7 +13,8 @@ int launch_prompt(const gdn_attention_params &p, const Plan &plan, const PromptM
   const int64_t blocks = prompt_tiles(p, int64_t{plan.max_tokens} * plan.group.value, kPromptRows);
   const LaunchConfig how = {dim3(static_cast<unsigned>(blocks)), dim3(S::kThreads), sizeof(typename S::Shared), stream,
                             plan.overlap};
-  return launch_allowed<prompt_kernel<T, DIM>>(how, optin, p, plan, maps);
+  return p.cache.window > 0 ? launch_allowed<prompt_kernel<T, DIM, true>>(how, optin, p, plan, maps)
+                            : launch_allowed<prompt_kernel<T, DIM, false>>(how, optin, p, plan, maps);
 }
 
 template <typename T>

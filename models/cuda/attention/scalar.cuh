@@ -7,19 +7,19 @@
 namespace gdn {
 namespace attention {
 
-template <int DIM> struct Scalar {
+template <int DIM, bool WINDOW> struct Scalar {
   static constexpr int kSlots = 4, kRows = 16;
-  using R = Ring<float, DIM, kSlots>;
+  using R = Ring<float, DIM, kSlots, WINDOW>;
   static constexpr int kKeys = R::kKeys, kStride = kRows + 4;    // of the scores of a key
   static constexpr int kQ = R::kBytes, kScores = kQ + kRows * DIM * 4, kKeep = kScores + kKeys * kStride * 4;
   static constexpr int kBytes = kKeep + kRows * 4;
 };
 
 // One function: its steps share the registers of sums.
-template <int DIM>
+template <int DIM, bool WINDOW>
 __global__ void __launch_bounds__(kThreads, 2)
     scalar_kernel(const __grid_constant__ gdn_attention_params p, const __grid_constant__ Plan plan) {
-  using S = Scalar<DIM>;
+  using S = Scalar<DIM, WINDOW>;
   constexpr int kRowStep = kThreads / S::kKeys, kEach = S::kRows / kRowStep;    // rows of a thread's scores
   constexpr int kColumns = DIM > kThreads ? DIM / kThreads : 1;                 // of a thread's sums
   constexpr int kSumRows = S::kRows * DIM / kColumns / kThreads;                // and their rows
@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   // Find the block's rows and keys, and start its first tiles.
-  Block b(p, plan);
+  Block b(p, plan, std::bool_constant<WINDOW>());
   if (b.rows == 0) {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
@@ -76,15 +76,17 @@ __global__ void __launch_bounds__(kThreads, 2)
 
     // Weights in place of the scores.
     const uint8_t *values = smem + ring.next(pass + 1);
+    const Tile keys_of_tile = Tile::of<WINDOW, S::kKeys>(p.cache, tile);
 #pragma unroll
     for (int r = 0; r < kWarpRows; ++r) {
-      const int row = warp * kWarpRows + r, seen = b.seen(plan, row) - tile * S::kKeys;
+      const int row = warp * kWarpRows + r, seen_keys = b.seen(plan, row);
+      const int seen = b.seen_of<WINDOW>(keys_of_tile, seen_keys), hidden = b.hidden_of<WINDOW>(p.cache, keys_of_tile, seen_keys);
       constexpr int kLaneKeys = (S::kKeys + 31) / 32;
       float x[kLaneKeys], most = largest[r];
 #pragma unroll
       for (int m = 0; m < kLaneKeys; ++m) {
         const int key = m * 32 + lane;
-        x[m] = key < seen && key < S::kKeys ? scores[key * S::kStride + row] * plan.scale : -INFINITY;
+        x[m] = key < seen && key < S::kKeys && (!WINDOW || key >= hidden) ? scores[key * S::kStride + row] * plan.scale : -INFINITY;
         most = fmaxf(most, x[m]);
       }
 #pragma unroll

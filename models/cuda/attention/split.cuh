@@ -5,6 +5,8 @@
 // all blocks of a grid have work from the first tile of keys a block on, whatever length a captured launch is replayed at.
 #pragma once
 
+#include <type_traits>
+
 #include "cache.cuh"
 
 namespace gdn {
@@ -56,20 +58,65 @@ struct Plan {
   float2 *sums;            // [row, split]: the largest score and the sum of the weights relative to it
 };
 
-// Keys that a tile of rows sees: as many as the last of its tokens.
-__device__ __forceinline__ int keys_of(const Plan &plan, int capacity, int position, int rows, int row_tile) {
+// The keys that a tile of rows sees, from `first` on: with a window from the first that the first row sees. Without one `first` is
+// 0. With a window all positions count from the start of the ring's turn that `first` is in, and `end` is less than two turns
+// later.
+struct Keys {
+  int position, first, end;    // position: of the first new token
+};
+
+template <bool WINDOW>
+__device__ __forceinline__ Keys keys_of(const Plan &plan, int capacity, int window, int position, int rows, int row_tile) {
   const int last = min((row_tile + 1) * plan.rows_a_tile, rows) - 1;
-  return static_cast<int>(min(static_cast<uint32_t>(position) + static_cast<uint32_t>(plan.group.quotient(last)) + 1u,
-                              static_cast<uint32_t>(capacity)));
+  if constexpr (WINDOW) {
+    const int seen = position + plan.group.quotient(row_tile * plan.rows_a_tile) + 1;
+    const int end = position + plan.group.quotient(last) + 1;
+    // What the ring holds at most, whatever the arguments are.
+    const int first = max(max(seen - window, end - capacity), 0), turn = first / capacity * capacity;
+    return {position - turn, first - turn, end - turn};
+  }
+  return {position, 0, static_cast<int>(min(static_cast<uint32_t>(position) + static_cast<uint32_t>(plan.group.quotient(last)) + 1u,
+                                            static_cast<uint32_t>(capacity)))};
 }
 
-// The keys in shares of `each` tiles.
-struct Shares {
-  int tiles, each;
+// Tiles of keys are tiles of the cache's rows. Those of a ring's second turn follow those of the first, whose last may be short.
+struct Tile {
+  int row, start, count;    // in the cache; the position of that row; keys
 
-  __device__ __forceinline__ Shares(const Plan &plan, int keys)
-      : tiles((keys + plan.keys_a_tile - 1) >> plan.keys_bits),
-        each(max(plan.by_splits.quotient(tiles + plan.splits - 1), 1)) {}
+  // KEYS: of a tile.
+  template <bool WINDOW, int KEYS> static __device__ __forceinline__ Tile of(const gdn_kv_cache &c, int tile) {
+    if constexpr (WINDOW) {
+      const int turn = (c.capacity + KEYS - 1) / KEYS, row = (tile < turn ? tile : tile - turn) * KEYS;
+      return {row, tile < turn ? row : row + c.capacity, min(KEYS, c.capacity - row)};
+    }
+    return {tile * KEYS, tile * KEYS, KEYS};
+  }
+};
+
+// The tile of a ring that holds a position; `quotient` divides by the keys of a tile, of which there are `keys`.
+template <typename F>
+__device__ __forceinline__ int tile_of_ring(const gdn_kv_cache &c, int position, int keys, F &&quotient) {
+  return position < c.capacity ? quotient(position) : quotient(c.capacity + keys - 1) + quotient(position - c.capacity);
+}
+
+// The keys in shares of `each` tiles, from tile `first` on.
+struct Shares {
+  int first, tiles, each;
+
+  template <bool WINDOW> static __device__ __forceinline__ Shares of(const Plan &plan, const gdn_kv_cache &c, const Keys &keys) {
+    if constexpr (WINDOW) {
+      if (keys.end == 0) return Shares(plan, 0, 0);
+      const auto tile = [&](int position) {
+        return tile_of_ring(c, position, plan.keys_a_tile, [&](int x) { return x >> plan.keys_bits; });
+      };
+      const int first = tile(keys.first);
+      return Shares(plan, first, tile(keys.end - 1) + 1 - first);
+    }
+    return Shares(plan, 0, (keys.end + plan.keys_a_tile - 1) >> plan.keys_bits);
+  }
+
+  __device__ __forceinline__ Shares(const Plan &plan, int first, int tiles)
+      : first(first), tiles(tiles), each(max(plan.by_splits.quotient(tiles + plan.splits - 1), 1)) {}
 
   // Shares that have any.
   __device__ __forceinline__ int count() const { return (tiles + each - 1) / each; }
@@ -81,12 +128,14 @@ struct Rows {
   Tokens tokens;
   int64_t slot;
   int rows;        // of the sequence and kv head; 0: nothing to do
-  int position, keys;    // keys: those that the last row sees
+  int position, first_key, keys;    // keys: the end of those that the last row sees; see Keys
 
-  __device__ __forceinline__ Rows(const gdn_attention_params &p, const Plan &plan, int n, int kv_head, int row_tile)
-      : n(n), kv_head(kv_head) {
+  template <bool WINDOW>
+  __device__ __forceinline__ Rows(const gdn_attention_params &p, const Plan &plan, int n, int kv_head, int row_tile,
+                                  std::bool_constant<WINDOW>)
+      : n(n), kv_head(kv_head), first_key(0) {
     // All loads about the sequence together.
-    position = position_of(p.cache, p.positions, n);
+    position = position_of<WINDOW>(p.cache, p.positions, n);
     slot = slot_of(p.cache.slots, n);
     tokens = tokens_of(p.seqs, n);
     first_row = row_tile * plan.rows_a_tile;
@@ -95,13 +144,27 @@ struct Rows {
       rows = 0;
       return;
     }
-    keys = slot < 0 ? 0 : keys_of(plan, p.cache.capacity, position, rows, row_tile);
+    if constexpr (WINDOW) {
+      const Keys all = keys_of<WINDOW>(plan, p.cache.capacity, p.cache.window, position, rows, row_tile);
+      position = all.position, first_key = slot < 0 ? 0 : all.first, keys = slot < 0 ? 0 : all.end;
+    } else {
+      keys = slot < 0 ? 0 : keys_of<WINDOW>(plan, p.cache.capacity, 0, position, rows, row_tile).end;
+    }
   }
 
-  // Keys that a row of this tile sees.
+  // The end of the keys that a row of this tile sees.
   __device__ __forceinline__ int seen(const Plan &plan, int row) const {
     const int index = first_row + row;
     return index < rows ? min(position + plan.group.quotient(index) + 1, keys) : 0;
+  }
+  // The same, from `tile` on, and with a window where they begin.
+  template <bool WINDOW>
+  __device__ __forceinline__ int seen_of(const Tile &tile, int seen) const {
+    return WINDOW ? min(seen - tile.start, tile.count) : seen - tile.start;
+  }
+  template <bool WINDOW>
+  __device__ __forceinline__ int hidden_of(const gdn_kv_cache &c, const Tile &tile, int seen) const {
+    return WINDOW ? max(seen - c.window, first_key) - tile.start : 0;
   }
   __device__ __forceinline__ int token(const Plan &plan, int row) const {
     return plan.group.quotient(first_row + row);
@@ -116,18 +179,21 @@ struct Block : Rows {
   int split, first_tile, end_tile;
 
   // The grid is (splits * row tiles, kv heads, sequences). Late rows see most keys: they come first.
-  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan)
-      : Block(p, plan, plan.by_splits.quotient(blockIdx.x)) {}
+  template <bool WINDOW>
+  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan, std::bool_constant<WINDOW> window)
+      : Block(p, plan, plan.by_splits.quotient(blockIdx.x), window) {}
 
  private:
-  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan, int late)
-      : Rows(p, plan, blockIdx.z, blockIdx.y, plan.row_tiles - 1 - late),
+  template <bool WINDOW>
+  __device__ __forceinline__ Block(const gdn_attention_params &p, const Plan &plan, int late, std::bool_constant<WINDOW> window)
+      : Rows(p, plan, blockIdx.z, blockIdx.y, plan.row_tiles - 1 - late, window),
         split(static_cast<int>(blockIdx.x) - late * plan.splits) {
     if (rows == 0) return;
-    const Shares shares(plan, keys);
+    const Shares shares = Shares::of<WINDOW>(plan, p.cache, {position, first_key, keys});
     first_tile = split * shares.each, end_tile = min(first_tile + shares.each, shares.tiles);
     // Without any key the first share still writes zeros.
     if (split > 0 && first_tile >= shares.tiles) rows = 0;
+    if constexpr (WINDOW) first_tile += shares.first, end_tile += shares.first;
   }
 };
 

@@ -1,6 +1,6 @@
 """A case of attention over a cache for check_attention.py, and its launches.
 
-Caches hold NaN wherever no token is, slots that no sequence has are NaN throughout, and so are outputs before a launch and
+Caches hold NaN wherever no token is (values with a window zeros), slots that no sequence has are NaN throughout, and so are outputs before a launch and
 the gaps of strided tensors.
 """
 import abi
@@ -15,12 +15,12 @@ class Case:
 
     def __init__(self, before, lens, heads=8, kv_heads=2, dim=128, rotary=None, io="bf16", capacity=None, slots=False,
                  varlen=False, gap=0, gated=True, zero_centred=True, low=True, max_len=0, splits=0, overlap=0,
-                 transposed=False, sharpness=1.0, seed=0):
+                 transposed=False, sharpness=1.0, window=0, seed=0):
         randn = normal(seed)
         self.before, self.lens, self.heads, self.kv_heads, self.dim, self.io = before, lens, heads, kv_heads, dim, io
         self.rotary = dim // 4 // 2 * 2 if rotary is None else rotary
         self.varlen, self.gated, self.zero_centred, self.max_len, self.splits = varlen, gated, zero_centred, max_len, splits
-        self.overlap = overlap
+        self.overlap, self.window = overlap, window
         dt, n = TYPES[io], len(lens)
         assert varlen or len(set(lens)) == 1
         self.total, self.rows = sum(lens), list(enumerate(rows_of(lens)))
@@ -55,12 +55,20 @@ class Case:
         shape = (self.num_slots, self.capacity, kv_heads, dim) if transposed else (self.num_slots, kv_heads, self.capacity, dim)
         view = (lambda c: c.transpose(1, 2)) if transposed else (lambda c: c)
         self.pools = [nan(*shape, dtype=io) for _ in range(2)]
+        if window:
+            self.pools[1].zero_()
         self.caches = [view(c) for c in self.pools]
         for i in self.live:
             for cache in self.caches:
-                cache[self.slots[i], :, :before[i]] = randn(kv_heads, before[i], dim).to(dt)
+                rows = self.rows_of(before[i] - self.capacity, before[i])
+                cache[self.slots[i]][:, rows] = randn(kv_heads, len(rows), dim).to(dt)
         # 8 is where a padding row may point to.
         self.positions = u32([b if i in self.live else 8 for i, b in enumerate(before)])
+
+    def rows_of(self, first, end):
+        """Where the caches have a sequence's tokens from position `first` to the one before `end`."""
+        positions = torch.arange(max(first, 0), end)
+        return positions % self.capacity if self.window else positions[positions < self.capacity]
 
     def view(self, x):
         """A tensor [rows, head, dim] as the ABI has it."""
@@ -70,7 +78,7 @@ class Case:
         """The fields that both structs share, with these caches or the case's own."""
         k, v = caches or self.caches
         cache = fill(KvCache, k=k, v=v, slots=abi.slots(self.slot_map, self.num_slots, k.stride(0)), head_stride=k.stride(1),
-                     token_stride=k.stride(2), capacity=self.capacity)
+                     token_stride=k.stride(2), capacity=self.capacity, window=self.window)
         return dict(positions=self.positions, cache=cache, seqs=sequences(self.lens, self.cu), num_heads=self.heads,
                     num_kv_heads=self.kv_heads, head_dim=self.dim, io_dtype=CODES[self.io], overlap=self.overlap)
 

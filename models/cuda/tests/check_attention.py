@@ -40,15 +40,17 @@ def judge(case, q, caches, o, guard):
         positions = torch.arange(before, before + length)
         prepared = lambda x, w: rotary(x[part], w, case.frequencies, positions, 1e-6, case.zero_centred)
         e_q = max(e_q, relative(q[part], prepared(case.q, case.q_weight)))
-        slot, kept = case.slots[i], min(length, max(case.capacity - before, 0))
-        new_k = caches[0][slot, :, before:before + kept].transpose(0, 1)
+        slot, new = case.slots[i], case.rows_of(before, before + length)
+        kept = len(new)
+        new_k = caches[0][slot][:, new].transpose(0, 1)
         if kept:
             e_k = max(e_k, relative(new_k, prepared(case.k, case.k_weight)[:kept]))
-            want[0][slot, :, before:before + kept] = new_k.transpose(0, 1)
-            want[1][slot, :, before:before + kept] = case.v[part][:kept].transpose(0, 1)
+            want[0][slot][:, new] = new_k.transpose(0, 1)
+            want[1][slot][:, new] = case.v[part][:kept].transpose(0, 1)
         # From what was rounded and written, so that this error is the attention's alone.
-        k, v = (cache[slot, :, :min(before + length, case.capacity)].transpose(0, 1) for cache in caches)
-        ref = attention(q[part], k, v, before, case.dim ** -0.5, case.gate[part] if case.gated else None)
+        first = max(before + 1 - case.window, 0) if case.window else 0
+        k, v = (cache[slot][:, case.rows_of(first, before + length)].transpose(0, 1) for cache in caches)
+        ref = attention(q[part], k, v, before - first, case.dim ** -0.5, case.gate[part] if case.gated else None, case.window)
         square += (o[part].double() - ref).pow(2).sum().item()
         norm += ref.pow(2).sum().item()
     e_o = math.sqrt(square / norm if norm else square)
@@ -154,6 +156,28 @@ def cases():
     yield dict(before=[32767] * 2, lens=[1] * 2, seed=3, **WIDE)
 
 
+def windows(io):
+    """Rings of the least capacity and of more that have wrapped never, once and often; decode, drafts and prompts."""
+    seed = 0
+    for shape in every(rows("heads kv_heads dim", (8, 2, 64), (16, 2, 128), (16, 4, 256), (6, 2, 40)), io=io):
+        for lens in ([1] * 4, [5] * 4, [16] * 4, [2, 0, 70, 9], [130, 1, 333, 64], [400] * 4):
+            for window in (1, 7, 40, 128, 512, 3000):
+                seed += 1
+                before = [(0, 39, 700, 5000)[(seed + i) % 4] for i in range(4)]
+                least = window + max(lens) - 1
+                yield dict(before=before, lens=lens, varlen=len(set(lens)) > 1, window=window, capacity=least + (0, 9, 100)[seed % 3],
+                           slots=seed % 2 == 0, gated=seed % 3 != 0, splits=(0, 0, 3)[seed % 3], gap=8, seed=seed, **shape)
+    yield dict(before=[5000], lens=[1], window=2000, capacity=2111, io=io, **WIDE)
+    # Never as long as the window.
+    yield dict(before=[90, 3], lens=[10, 10], window=512, capacity=100, io=io, **WIDE)
+
+
+def check_windows(lib, args):
+    again = [dict(before=[900, 31, 5], lens=[tokens] * 3, window=512, capacity=600 + tokens, **WIDE) for tokens in (1, 4, 300)]
+    for io in ["bf16"] if args.quick else IO:
+        check_table(lib, list(windows(io))[::11] if args.quick else windows(io), [dict(io=io, **case) for case in again])
+
+
 def check_cases(lib, args):
     check_table(lib, every(QUICK, io=IO))
     if not args.quick:
@@ -213,7 +237,7 @@ def check_status(lib, args):
     q, o = case.empty(), case.empty()
     both = {"BAD_DTYPE": one_by_one(io_dtype=[9]), "BAD_HEADS": one_by_one(num_kv_heads=[3], num_heads=[0]),
             "BAD_HEAD_DIM": one_by_one(head_dim=[60, 264]),
-            "BAD_LENGTH": one_by_one(num_seqs=[-1], capacity=[-1]),
+            "BAD_LENGTH": [*one_by_one(num_seqs=[-1], capacity=[-1], cache__window=[-1]), dict(cache__window=1, cache__capacity=1)],
             "BAD_STRIDE": one_by_one(q__token_stride=[-1], cache__head_stride=[-8]),
             "BAD_ALGO": one_by_one(cache__k=[case.caches[0].data_ptr() + 2], cache__token_stride=[66]),
             "NULL_POINTER": one_by_one(positions=[None], cache__v=[None], q__ptr=[None]),
@@ -263,7 +287,7 @@ def times(args):
             ("splits", timed, splits), ("prompts", timed, every(prompts, splits=[0, 1])), ("prepare, prompts", timed, every(prompts, prepare=True))]
 
 
-GROUPS = {"cases": check_cases, "prompts": check_prompts, "growth": check_growth, "advance": check_advance, "status": check_status}
+GROUPS = {"cases": check_cases, "prompts": check_prompts, "windows": check_windows, "growth": check_growth, "advance": check_advance, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times, models=True)

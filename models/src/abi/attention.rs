@@ -15,6 +15,7 @@ candle_gdn_core::c_header! {
             pub head_stride: i64,
             pub token_stride: i64,
             pub capacity: i32,
+            pub window: i32,
         }
         pub(crate) struct PrepareParams = gdn_attention_prepare_params {
             pub q: gdn::Heads,

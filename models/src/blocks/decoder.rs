@@ -1,12 +1,12 @@
-//! One decoder layer: a token mixer and a feed-forward, each after a norm and with a residual.
+//! One decoder layer: a token mixer and a feed-forward, each with a norm and a residual.
 
 use super::attention::GatedAttention;
 use super::gdn;
 use super::mlp::Mlp;
 use super::moe::SparseMoe;
 use super::norm::RmsNorm;
-use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig};
-use crate::formats::Source;
+use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig, NormPlacement};
+use crate::formats::{LayerNames, Source};
 use crate::parallel::Collective;
 use candle_core::{bail, Result, Tensor};
 use candle_gdn::{Algo, GatedDeltaNet};
@@ -15,10 +15,11 @@ use std::sync::Arc;
 
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
-    input_norm: RmsNorm,
+    mixer_norm: RmsNorm,
     pub(crate) mixer: Mixer,
-    post_norm: RmsNorm,
+    ffn_norm: RmsNorm,
     ffn: Ffn,
+    norms: NormPlacement,
     /// The other ranks, where this one has a shard of the layer.
     group: Option<Arc<dyn Collective>>,
     /// Whether candle's kernels on CUDA multiply some of its weights.
@@ -38,8 +39,8 @@ enum Ffn {
     Moe(Box<SparseMoe>),
 }
 
-/// What goes from layer to layer: the sum so far, and the output of the last feed-forward, which the kernel of the next norm
-/// adds to it.
+/// What goes from layer to layer: the sum so far, and the output of the last feed-forward, normed where its norm stands behind it,
+/// which the kernel of the next norm adds to it.
 #[derive(Debug)]
 pub(crate) struct Residual {
     sum: Tensor,
@@ -47,16 +48,22 @@ pub(crate) struct Residual {
 }
 
 impl DecoderLayer {
-    /// `source` is at `..layers.{i}`.
-    pub(crate) fn load(cfg: &ModelConfig, layer: &LayerConfig, source: &Source) -> Result<Self> {
-        let norm = |name: &str| RmsNorm::load(cfg.hidden_size, cfg.rms_norm_eps, source.pp(name).dense);
+    /// `source` is at `..layers.{i}`; the layer is one of the shards of `group`.
+    pub(crate) fn load(
+        cfg: &ModelConfig,
+        layer: &LayerConfig,
+        source: &Source,
+        group: Option<Arc<dyn Collective>>,
+    ) -> Result<Self> {
+        let names = LayerNames::of(cfg.family).norms(layer.norms, |name| source.contains(name));
+        let [mixer_norm, ffn_norm] = names.map(|name| RmsNorm::load(cfg.hidden_size, cfg, source.pp(name).dense));
         let (mixer, uses_candle) = match layer.mixer {
             MixerKind::LinearAttention => {
                 let (layer, uses_candle) = gdn::load(&cfg.gdn, &source.pp("linear_attn"))?;
                 (Mixer::Linear(layer), uses_candle)
             }
             MixerKind::FullAttention => {
-                let attention = GatedAttention::load(cfg, &source.pp("self_attn"))?;
+                let attention = GatedAttention::load(cfg, layer, &source.pp("self_attn"), group.as_ref())?;
                 let uses_candle = attention.uses_candle();
                 (Mixer::Full(attention), uses_candle)
             }
@@ -73,19 +80,7 @@ impl DecoderLayer {
                 Ffn::Dense(mlp) => mlp.uses_candle(),
                 Ffn::Moe(moe) => moe.uses_candle(),
             };
-        Ok(Self {
-            input_norm: norm("input_layernorm")?,
-            mixer,
-            post_norm: norm("post_attention_layernorm")?,
-            ffn,
-            group: None,
-            uses_candle,
-        })
-    }
-
-    /// The layer as one of the shards of `group`.
-    pub(crate) fn in_group(self, group: Option<Arc<dyn Collective>>) -> Self {
-        Self { group, ..self }
+        Ok(Self { mixer_norm: mixer_norm?, mixer, ffn_norm: ffn_norm?, ffn, norms: layer.norms, group, uses_candle })
     }
 
     /// The layer with this choice of the rule's kernel.
@@ -96,9 +91,15 @@ impl DecoderLayer {
         self
     }
 
-    /// The residual sum, and its norm, which the token mixer reads.
-    pub(crate) fn input_norm(&self, x: Residual, launch: &Launch) -> Result<(Tensor, Tensor)> {
-        x.norm(&self.input_norm, launch)
+    /// The residual sum, and what the token mixer reads: its norm, or the sum itself.
+    pub(crate) fn mixer_input(&self, x: Residual, launch: &Launch) -> Result<(Tensor, Tensor)> {
+        match self.norms {
+            NormPlacement::Before => x.norm(&self.mixer_norm, launch),
+            NormPlacement::Behind => {
+                let sum = x.total(&self.mixer_norm, launch)?;
+                Ok((sum.clone(), sum))
+            }
+        }
     }
 
     /// The layer after its token mixer, whose output is `mixed` (of this rank's shard): `[.., hidden]` each.
@@ -120,12 +121,24 @@ impl DecoderLayer {
     }
 
     fn feed_forward_of(&self, sum: &Tensor, mixed: &Tensor, launch: &Launch) -> Result<Residual> {
-        let (sum, y) = self.post_norm.forward_sum(sum, mixed, launch)?;
+        let (sum, y) = match self.norms {
+            NormPlacement::Before => self.ffn_norm.forward_sum(sum, mixed, launch)?,
+            NormPlacement::Behind => {
+                let normed = self.mixer_norm.forward(mixed, launch)?;
+                let sum = self.ffn_norm.forward_sum(sum, &normed, launch)?.0;
+                (sum.clone(), sum)
+            }
+        };
         let h = match &self.ffn {
             Ffn::Dense(mlp) => mlp.forward(&y, launch)?,
             Ffn::Moe(moe) => moe.forward(&y, launch)?,
         };
-        Ok(Residual { sum, add: Some(self.all_reduce(h)?) })
+        let h = self.all_reduce(h)?;
+        let h = match self.norms {
+            NormPlacement::Before => h,
+            NormPlacement::Behind => self.ffn_norm.forward(&h, launch)?,
+        };
+        Ok(Residual { sum, add: Some(h) })
     }
 
     /// The sum over the ranks.
@@ -141,6 +154,14 @@ impl Residual {
     /// Before the first layer.
     pub(crate) fn new(embedded: Tensor) -> Self {
         Self { sum: embedded, add: None }
+    }
+
+    /// The sum alone, by the kernel of `norm`, whose result is dropped: that of a captured pass must be one of ours.
+    fn total(self, norm: &RmsNorm, launch: &Launch) -> Result<Tensor> {
+        match self.add {
+            Some(h) => Ok(norm.forward_sum(&self.sum, &h, launch)?.0),
+            None => Ok(self.sum),
+        }
     }
 
     /// The sum, and its norm.

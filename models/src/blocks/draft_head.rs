@@ -34,14 +34,14 @@ impl DraftHead {
     /// Of the checkpoint at `source`; `config` is that of the rank's part.
     pub(crate) fn load(config: &ModelConfig, source: &Source, group: Option<Arc<dyn Collective>>) -> Result<Self> {
         let (mtp, h) = (source.pp("mtp"), config.hidden_size);
-        let norm = |name: &str| RmsNorm::load(h, config.rms_norm_eps, mtp.pp(name).dense);
+        let norm = |name: &str| RmsNorm::load(h, config, mtp.pp(name).dense);
         let Some(last) = config.layers.last() else { bail!("config: expected at least one layer") };
-        let layer = LayerConfig { mixer: MixerKind::FullAttention, ffn: last.ffn };
+        let layer = LayerConfig::new(MixerKind::FullAttention, last.ffn);
         Ok(Self {
             norm_embedding: norm("pre_fc_norm_embedding")?,
             norm_hidden: norm("pre_fc_norm_hidden")?,
             fc: place::load(&mtp.pp("fc"), 2 * h, h)?,
-            layer: DecoderLayer::load(config, &layer, &mtp.pp("layers").pp(0))?.in_group(group),
+            layer: DecoderLayer::load(config, &layer, &mtp.pp("layers").pp(0), group)?,
             norm: norm("norm")?,
             lm_head: None,
         })

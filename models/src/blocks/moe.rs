@@ -1,5 +1,9 @@
 //! Sparse mixture of experts with a shared expert.
 
+mod chosen;
+
+pub use chosen::experts_chosen;
+
 use super::mlp::Mlp;
 use super::routing::Routing;
 use crate::config::MoeConfig;
@@ -23,6 +27,9 @@ pub(crate) struct SparseMoe {
     experts: Experts,
     /// An MLP for every token, scaled by a sigmoid.
     shared: Option<Mlp>,
+    /// The same where nothing scales it.
+    ungated: Option<Mlp>,
+    /// Without the ungated expert.
     cfg: MoeConfig,
     hidden: usize,
 }
@@ -57,19 +64,27 @@ impl SparseMoe {
             vb.get_with_hints_dtype((rows, hidden), "weight", Default::default(), DType::F32)
         };
         let mut router = gate("gate", cfg.num_experts)?;
-        let shared_size = cfg.shared_intermediate_size;
+        let (ungated_size, cfg) = match cfg.shared_gate {
+            true => (0, cfg.clone()),
+            false => (cfg.shared_intermediate_size, MoeConfig { shared_intermediate_size: 0, ..cfg.clone() }),
+        };
+        let (shared_size, cfg) = (cfg.shared_intermediate_size, &cfg);
         // In a GGUF file the tensors themselves are refused, which nobody reads.
-        if shared_size == 0 && !source.is_one_file && source.pp("shared_expert.gate_proj").contains("weight") {
+        if shared_size + ungated_size == 0
+            && !source.is_one_file
+            && source.pp("shared_expert.gate_proj").contains("weight")
+        {
             let name = source.name("shared_expert.gate_proj.weight");
             bail!("config: `shared_expert_intermediate_size`: expected the rows of tensor {name}, got none or 0")
         }
         if shared_size > 0 {
             router = Tensor::cat(&[router, gate("shared_expert_gate", 1)?], 0)?;
         }
-        let load_shared = |source: &Source| match shared_size {
+        let load_sized = |source: &Source, size: usize| match size {
             0 => Ok(None),
             size => Mlp::load(hidden, size, &source.pp("shared_expert")).map(Some),
         };
+        let load_shared = |source: &Source| load_sized(source, shared_size);
         let supported = source.device().is_cuda() && plan::experts_supported(cfg, hidden, source.dense.dtype());
         let dense = || -> Result<(bool, Experts, Option<Mlp>)> {
             let source = source.all_dense();
@@ -107,7 +122,7 @@ impl SparseMoe {
             false if source.device().is_cuda() => Router::Cuda(bf16_terms(&router)?),
             false => Router::Cpu(Arc::new(host::pack(&router)?)),
         };
-        Ok(Self { router, experts, shared, cfg: cfg.clone(), hidden })
+        Ok(Self { router, experts, shared, ungated: load_sized(source, ungated_size)?, cfg: cfg.clone(), hidden })
     }
 
     /// Whether candle's kernels on CUDA multiply some of it.
@@ -116,12 +131,13 @@ impl SparseMoe {
             Experts::Stacked(experts) => experts.uses_candle(),
             Experts::Each(_) => true,
         };
-        experts || self.shared.as_ref().is_some_and(Mlp::uses_candle)
+        experts || self.shared.iter().chain(&self.ungated).any(Mlp::uses_candle)
     }
 
     /// `x [.., hidden]` to the same.
     pub(crate) fn forward(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let flat = x.reshape(((), self.hidden))?;
+        self.count_chosen(&flat)?;
         let y = match (&self.router, &self.experts) {
             (Router::Cpu(router), Experts::Stacked(experts)) => {
                 let (experts, shared) = (experts.panels(), self.shared.as_ref().and_then(Mlp::panels));
@@ -132,6 +148,10 @@ impl SparseMoe {
             (Router::Cuda(router), Experts::Stacked(experts)) => self.on_cuda(&flat, router, experts, launch)?,
             (Router::General(router), _) => self.general(&flat, router, launch)?.to_dtype(x.dtype())?,
             (router, experts) => bail!("experts: no kernels for {router:?} and {experts:?}"),
+        };
+        let y = match &self.ungated {
+            Some(mlp) => (y + mlp.forward(&flat, launch)?)?,
+            None => y,
         };
         y.reshape(x.dims())
     }

@@ -29,6 +29,11 @@ impl<'a> Fields<'a> {
         self.map.get(key).filter(|v| !v.is_null())
     }
 
+    /// The whole object.
+    pub(super) fn value(&self) -> Value {
+        Value::Object(self.map.clone())
+    }
+
     /// All keys and values but `null`.
     pub(super) fn entries(&self) -> impl Iterator<Item = (&'a str, &'a Value)> + use<'a> {
         self.map.iter().filter(|(_, value)| !value.is_null()).map(|(key, value)| (key.as_str(), value))

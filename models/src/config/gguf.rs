@@ -4,7 +4,7 @@ mod ends;
 mod rope;
 
 use super::parse::{FULL_ATTENTION_INTERVAL, MAX_HEADS, MAX_LAYERS};
-use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig};
+use super::{AttentionConfig, Family, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig, QkNorm};
 use crate::formats::{integer, GgufFile};
 use candle_core::quantized::gguf_file::Value;
 use candle_core::{bail, Result};
@@ -65,11 +65,12 @@ impl ModelConfig {
             hidden_size,
             max_position_embeddings: positions,
             rms_norm_eps,
+            zero_centred_norms: true,
             tie_word_embeddings: !file.contains("output.weight"),
             attention,
             gdn: e.gdn(hidden_size, rms_norm_eps)?,
             moe,
-            layers: e.mixers()?.into_iter().map(|mixer| LayerConfig { mixer, ffn }).collect(),
+            layers: e.mixers()?.into_iter().map(|mixer| LayerConfig::new(mixer, ffn)).collect(),
             eos_token_ids: ends::token_ids(file, vocab_size)?,
             fp8: None,
         })
@@ -216,7 +217,10 @@ impl Entries<'_> {
             return self.wrong("rope.dimension_count", &format!("an even number up to the key length, {head_dim}"));
         }
         let (rope_inv_freq, rope_factor, positions) = self.rope(rotary_dim, max_positions)?;
-        Ok((AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq, rope_factor }, positions))
+        let (output_gate, qk_norm) = (true, QkNorm::Head);
+        let attention =
+            AttentionConfig { num_heads, num_kv_heads, head_dim, rope_inv_freq, rope_factor, output_gate, qk_norm };
+        Ok((attention, positions))
     }
 
     fn gdn(&self, hidden_size: usize, rms_norm_eps: f64) -> Result<GdnConfig> {
@@ -271,6 +275,7 @@ impl Entries<'_> {
             intermediate_size: self.count_or("expert_feed_forward_length", || self.dim("ffn_down_exps.weight", 2))?,
             shared_intermediate_size,
             norm_topk_prob,
+            shared_gate: true,
         }))
     }
 

@@ -1,5 +1,6 @@
-//! The configuration of a model, read from `config.json` of the Qwen3-Next family or from a GGUF file, and checked.
+//! The configuration of a model, read from `config.json` of a published family or from a GGUF file, and checked.
 
+mod families;
 mod fields;
 mod gguf;
 mod json;
@@ -21,10 +22,14 @@ use candle_gdn::GdnConfig;
 pub enum Family {
     /// Qwen3-Next: flat configuration, fused and interleaved `in_proj_qkvz` and `in_proj_ba`.
     Qwen3Next,
-    /// Qwen3.5 and 3.6, dense: text configuration inside a multimodal wrapper.
+    /// Qwen3.5, 3.6 and 3.8, dense: text configuration inside a multimodal wrapper.
     Qwen3_5,
     /// Qwen3.5 and 3.6 with a mixture of experts.
     Qwen3_5Moe,
+    /// OLMo-Hybrid: separate projections and convolutions.
+    OlmoHybrid,
+    /// Lara-4-Mini: one `in_proj`, and softmax attention of which most layers have a sliding window.
+    LaraMini,
 }
 
 /// What mixes the tokens of a layer.
@@ -33,7 +38,7 @@ pub enum Family {
 pub enum MixerKind {
     /// Gated DeltaNet (`linear_attention`).
     LinearAttention,
-    /// Gated softmax attention (`full_attention`).
+    /// Softmax attention (`full_attention`, `sliding_attention`).
     FullAttention,
 }
 
@@ -58,6 +63,16 @@ pub enum FfnKind {
     Moe,
 }
 
+/// Where the two norms of a layer stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum NormPlacement {
+    /// Of what the mixer and the feed-forward read.
+    Before,
+    /// Of what they add to the residual sum.
+    Behind,
+}
+
 /// One decoder layer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -66,9 +81,32 @@ pub struct LayerConfig {
     pub mixer: MixerKind,
     /// Feed-forward part.
     pub ffn: FfnKind,
+    /// Where its norms stand.
+    pub norms: NormPlacement,
+    /// Whether the queries and keys of softmax attention have rotary positions.
+    pub positions: bool,
+    /// Softmax attention sees so many tokens, the token itself included (`sliding_attention`); `None`: all before it.
+    pub window: Option<usize>,
 }
 
-/// Sizes of the gated softmax attention.
+impl LayerConfig {
+    /// One of Qwen's.
+    pub(crate) fn new(mixer: MixerKind, ffn: FfnKind) -> Self {
+        Self { mixer, ffn, norms: NormPlacement::Before, positions: true, window: None }
+    }
+}
+
+/// What the norm of queries and keys takes the mean square of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum QkNorm {
+    /// A head; its weight is one for all heads.
+    Head,
+    /// All heads of the projection together.
+    Projection,
+}
+
+/// Sizes of the softmax attention.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct AttentionConfig {
@@ -84,6 +122,17 @@ pub struct AttentionConfig {
     pub rope_inv_freq: Vec<f64>,
     /// What the rotated values of queries and of keys are multiplied by: 1, but for YaRN.
     pub rope_factor: f64,
+    /// Whether the output is multiplied by the sigmoid of a gate, whose rows lie behind each head's in `q_proj`.
+    pub output_gate: bool,
+    /// The norm of queries and keys.
+    pub qk_norm: QkNorm,
+}
+
+impl AttentionConfig {
+    /// Rows of `q_proj`.
+    pub(crate) fn query_rows(&self) -> usize {
+        self.num_heads * self.head_dim * if self.output_gate { 2 } else { 1 }
+    }
 }
 
 /// Sizes of the mixture of experts.
@@ -100,6 +149,8 @@ pub struct MoeConfig {
     pub shared_intermediate_size: usize,
     /// Whether the weights of the chosen experts are scaled to sum to one.
     pub norm_topk_prob: bool,
+    /// Whether the shared expert is scaled by the sigmoid of a gate of its own.
+    pub shared_gate: bool,
 }
 
 /// A whole model. Made by [`ModelConfig::from_json`] or [`ModelConfig::from_gguf`], which check that the parts agree.
@@ -114,8 +165,10 @@ pub struct ModelConfig {
     pub hidden_size: usize,
     /// The longest sequence; a longer one is an error.
     pub max_position_embeddings: usize,
-    /// Epsilon of every RMS norm.
+    /// Epsilon of every RMS norm but the gated one, which has [`GdnConfig::rms_norm_eps`].
     pub rms_norm_eps: f64,
+    /// Whether these norms multiply by `1 + weight` instead of by the weight.
+    pub zero_centred_norms: bool,
     /// Whether the head is the embedding.
     pub tie_word_embeddings: bool,
     /// Softmax attention.

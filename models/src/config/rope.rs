@@ -1,13 +1,11 @@
 //! Rotary positions: what config.json says of them, at whatever level, and the frequencies that follow.
 
+use super::families::Published;
 use super::fields::Fields;
 use candle_core::{bail, Result};
 use serde_json::Value;
 use std::f64::consts::TAU;
 
-const PARTIAL_ROTARY_FACTOR: f64 = 0.25;
-/// The layers of these models that have positions; settings may stand below the name of the kind.
-const WITH_POSITIONS: &str = "full_attention";
 /// Keys of a block of any type, those of images among them: with text positions alone the axes of "mrope" agree.
 const COMMON: &[&str] = &[
     "rope_type",
@@ -18,7 +16,6 @@ const COMMON: &[&str] = &[
     "mrope_section",
     "mrope_interleaved",
     "finetuned",
-    WITH_POSITIONS,
     "linear_attention",
 ];
 const ORIGINAL: &str = "original_max_position_embeddings";
@@ -110,29 +107,30 @@ pub(super) struct Rope {
 
 impl Rope {
     /// From all places where files have it: flat, in `rope_parameters` or `rope_scaling`, there by the type of the layer too; in
-    /// each of `levels`, the whole file and its text model. `max_positions`: as the file says.
-    pub(super) fn read(levels: &[&Fields], max_positions: usize) -> Result<Self> {
+    /// each of `levels`, the whole file and its text model. `max_positions`: as the file says. `None`: no positions.
+    pub(super) fn read(levels: &[&Fields], max_positions: usize, published: &Published) -> Result<Option<Self>> {
         let (mut all, mut blocks) = (Vec::new(), Vec::new());
         for level in levels {
             all.push((*level).clone());
             for block in [level.object("rope_parameters")?, level.object("rope_scaling")?].into_iter().flatten() {
-                blocks.extend(block.object(WITH_POSITIONS)?);
+                blocks.extend(block.object(published.with_positions)?);
                 blocks.push(block);
             }
         }
         all.extend(blocks.iter().cloned());
-        let places = Places { all, blocks };
+        let places = Places { all, blocks, with_positions: published.with_positions };
         let theta = match places.number("rope_theta")? {
             Some((_, theta)) if theta.is_finite() && theta > 1. => theta,
             Some((key, theta)) => bail!("config: `{key}`: expected a number above 1, got {theta}"),
+            None if published.positions_are_optional => return Ok(None),
             None => bail!("config: `rope_theta` is missing: expected a number, there or in `rope_parameters`"),
         };
         let partial_rotary_factor = match places.number("partial_rotary_factor")? {
-            None => PARTIAL_ROTARY_FACTOR,
+            None => published.partial_rotary_factor,
             Some((_, factor)) if factor > 0. && factor <= 1. => factor,
             Some((key, factor)) => bail!("config: `{key}`: expected a number in (0, 1], got {factor}"),
         };
-        Ok(Self { theta, partial_rotary_factor, yarn: places.yarn(max_positions)? })
+        Ok(Some(Self { theta, partial_rotary_factor, yarn: places.yarn(max_positions)? }))
     }
 }
 
@@ -140,6 +138,7 @@ impl Rope {
 struct Places<'a> {
     all: Vec<Fields<'a>>,
     blocks: Vec<Fields<'a>>,
+    with_positions: &'static str,
 }
 
 impl Places<'_> {
@@ -199,7 +198,7 @@ impl Places<'_> {
             let is_known = |key: &str, value: &Value| match OF_YARN.contains(&key) {
                 // A factor of one scales nothing.
                 true => yarn_key.is_some() || key == "factor" && value.as_f64() == Some(1.),
-                false => COMMON.contains(&key),
+                false => key == self.with_positions || COMMON.contains(&key),
             };
             if let Some((key, value)) = block.entries().find(|(key, value)| !is_known(key, value)) {
                 return block.wrong(key, "no such setting of this rope_type", value);

@@ -1,15 +1,22 @@
 //! Sizes that the shapes of weights say: those that config.json lacks, and a check of the others.
 
-use crate::formats::Prefixes;
+use super::families::Published;
+use super::QkNorm;
+use crate::formats::{LayerNames, Prefixes};
 use candle_core::{bail, Result};
 use serde_json::{Map, Value};
+
+/// The shape of a weight, by its name.
+pub(super) type Shapes<'a> = dyn Fn(&str) -> Option<Vec<usize>> + 'a;
 
 /// A tensor and its shape.
 type Found = Option<(String, Vec<usize>)>;
 
 struct Sizes<'a> {
+    published: &'a Published,
+    names: &'static LayerNames,
     text: &'a mut Map<String, Value>,
-    shape: &'a dyn Fn(&str) -> Option<Vec<usize>>,
+    shape: &'a Shapes<'a>,
     prefix: String,
     layers: usize,
 }
@@ -18,18 +25,24 @@ struct Sizes<'a> {
 ///
 /// # Errors
 /// A size that is another than the weights'.
-pub(super) fn complete(config: &mut Value, shape: &dyn Fn(&str) -> Option<Vec<usize>>) -> Result<()> {
-    let is_nested = config.get("text_config").is_some_and(Value::is_object);
-    let text = if is_nested { config.get_mut("text_config") } else { Some(config) };
-    let Some(text) = text.and_then(Value::as_object_mut) else { return Ok(()) };
+pub(super) fn complete(config: &mut Value, published: &Published, shape: &Shapes<'_>) -> Result<()> {
+    let Some(text) = text_model(config) else { return Ok(()) };
     let prefix = match Prefixes::find(|name| shape(name).is_some()).text {
         text if text.is_empty() => text,
         text => text + ".",
     };
-    let mut sizes = Sizes { text, shape, prefix, layers: 0 };
-    let is_layer = |i: &usize| sizes.find(&format!("layers.{i}.input_layernorm.weight")).is_some();
+    let mut sizes = Sizes { published, names: LayerNames::of(published.family), text, shape, prefix, layers: 0 };
+    let is_layer =
+        |i: &usize| sizes.names.all_norms().any(|norm| sizes.find(&format!("layers.{i}.{norm}.weight")).is_some());
     sizes.layers = (0..super::parse::MAX_LAYERS).take_while(is_layer).count();
     sizes.complete()
+}
+
+/// The object that describes the text model.
+pub(super) fn text_model(config: &mut Value) -> Option<&mut Map<String, Value>> {
+    let is_nested = config.get("text_config").is_some_and(Value::is_object);
+    let text = if is_nested { config.get_mut("text_config") } else { Some(config) };
+    text.and_then(Value::as_object_mut)
 }
 
 impl Sizes<'_> {
@@ -83,12 +96,15 @@ impl Sizes<'_> {
         let half = |shape: &[usize]| shape.get(1).map(|rows| rows / 2);
         self.is("moe_intermediate_size", self.in_layer("mlp.experts.gate_up_proj"), half)?;
         self.is("shared_expert_intermediate_size", self.in_layer("mlp.shared_expert.gate_proj.weight"), first)?;
-        self.is("head_dim", self.in_layer("self_attn.q_norm.weight"), first)?;
+        if self.published.qk_norm == QkNorm::Head {
+            self.is("head_dim", self.in_layer("self_attn.q_norm.weight"), first)?;
+        }
         let head_dim = self.given("head_dim");
-        self.is("num_attention_heads", self.in_layer("self_attn.q_proj.weight"), per(head_dim.map(|d| 2 * d)))?;
+        let query_rows = head_dim.map(|d| if self.published.output_gate { 2 * d } else { d });
+        self.is("num_attention_heads", self.in_layer("self_attn.q_proj.weight"), per(query_rows))?;
         self.is("num_key_value_heads", self.in_layer("self_attn.k_proj.weight"), per(head_dim))?;
         self.is("linear_num_value_heads", self.in_layer("linear_attn.A_log"), first)?;
-        self.is("linear_value_head_dim", self.in_layer("linear_attn.norm.weight"), first)?;
+        self.is("linear_value_head_dim", self.in_layer(self.names.gated_norm), first)?;
         let conv = self.in_layer("linear_attn.conv1d.weight").filter(|(_, shape)| matches!(**shape, [_, 1, _]));
         self.is("linear_conv_kernel_dim", conv.clone(), last)?;
         // Of the convolution's channels, two keys and a value.

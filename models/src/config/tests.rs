@@ -1,4 +1,4 @@
-use super::{Family, FfnKind, MixerKind, ModelConfig};
+use super::{Family, FfnKind, MixerKind, ModelConfig, NormPlacement, QkNorm};
 use candle_gdn::GateActivation;
 use serde_json::{json, Value};
 
@@ -185,8 +185,8 @@ fn contradictions_are_named() {
 
 #[test]
 fn what_is_not_computed_is_refused() {
-    let kinds = vec!["sliding_attention"; 8];
-    fails(&with("layer_types", json!(kinds)), &["`layer_types`", "full_attention", "sliding_attention"]);
+    let kinds = vec!["chunked_attention"; 8];
+    fails(&with("layer_types", json!(kinds)), &["`layer_types`", "full_attention", "chunked_attention"]);
     fails(&with("hidden_act", "gelu".into()), &["`hidden_act`", "silu", "gelu"]);
     fails(&with("attention_bias", true.into()), &["`attention_bias`", "expected false", "true"]);
     fails(&with("attn_output_gate", false.into()), &["`attn_output_gate`", "expected true"]);
@@ -199,4 +199,59 @@ fn what_is_not_computed_is_refused() {
     fails(&with("tie_word_embeddings", "yes".into()), &["`tie_word_embeddings`", "yes"]);
     fails(&with("eos_token_id", "end".into()), &["`eos_token_id`", "end"]);
     fails(&with("rope_scaling", json!({"type": "linear"})), &["`rope_scaling.type`", "yarn", "linear"]);
+}
+
+/// Qwen3.8's dense models are Qwen3.5's with another gate.
+#[test]
+fn the_output_gate_may_be_a_sigmoid() {
+    let json = include_str!("../../../examples/generate/configs/qwen3.8-27b.json");
+    let c = ModelConfig::from_json(json).unwrap();
+    assert_eq!((c.family, c.gdn.output_gate), (Family::Qwen3_5, GateActivation::Sigmoid));
+}
+
+#[test]
+fn olmo_hybrid() {
+    let json = include_str!("../../../examples/generate/configs/olmo-hybrid-7b.json");
+    let c = ModelConfig::from_json(json).unwrap();
+    assert_eq!((c.family, c.zero_centred_norms, c.moe.as_ref()), (Family::OlmoHybrid, false, None));
+    assert_eq!((c.gdn.key_head_dim, c.gdn.value_head_dim, c.gdn.beta_scale, c.gdn.rms_norm_eps), (96, 192, 2., 1e-5));
+    let a = &c.attention;
+    assert_eq!((a.head_dim, a.output_gate, a.qk_norm), (128, false, QkNorm::Projection));
+    assert!(a.rope_inv_freq.is_empty() && c.rms_norm_eps == 1e-6);
+    let norms: Vec<_> = c.layers[..4].iter().map(|layer| layer.norms == NormPlacement::Behind).collect();
+    assert_eq!(norms, [false, false, false, true]);
+    // All that the class in transformers completes.
+    let mut short: Value = serde_json::from_str(json).unwrap();
+    for key in ["num_key_value_heads", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim"] {
+        short.as_object_mut().unwrap().remove(key);
+    }
+    for key in ["linear_value_head_dim", "linear_conv_kernel_dim", "linear_allow_neg_eigval", "rope_parameters"] {
+        short.as_object_mut().unwrap().remove(key);
+    }
+    assert_eq!(parse(&short), c);
+    short["rope_parameters"] = json!({"rope_type": "default", "rope_theta": 500000});
+    assert_eq!(parse(&short).attention.rope_inv_freq.len(), 64);
+    short["num_experts"] = 4.into();
+    fails(&short, &["`num_experts`", "dense"]);
+}
+
+#[test]
+fn lara_mini() {
+    let json = include_str!("../../../examples/generate/configs/lara-4-mini.json");
+    let c = ModelConfig::from_json(json).unwrap();
+    assert_eq!((c.family, c.zero_centred_norms, c.tie_word_embeddings), (Family::LaraMini, false, true));
+    let layers: Vec<_> = c.layers[..5].iter().map(|layer| (layer.mixer, layer.window, layer.positions)).collect();
+    let (linear, full) = (MixerKind::LinearAttention, MixerKind::FullAttention);
+    let sliding = (full, Some(512), true);
+    assert_eq!(layers, [(linear, None, false), sliding, (linear, None, false), (full, None, false), sliding]);
+    let moe = c.moe.clone().unwrap();
+    assert_eq!((moe.num_experts, moe.experts_per_token, moe.shared_gate, moe.norm_topk_prob), (128, 4, false, true));
+    let mut short: Value = serde_json::from_str(json).unwrap();
+    short.as_object_mut().unwrap().remove("sliding_window");
+    assert_eq!(parse(&short), c);
+    short["attn_output_gate"] = true.into();
+    fails(&short, &["`attn_output_gate`", "false"]);
+    let mut windowless = qwen3_next();
+    windowless["layer_types"] = json!(vec!["sliding_attention"; 8]);
+    fails(&windowless, &["`sliding_window` is missing"]);
 }

@@ -102,7 +102,7 @@ impl SequencePool {
         let cu_seqlens = boundaries(&counts, &model.device)?;
         let hidden = head.hidden(full, &counts)?;
         let x = draft_head.input(&model.embed(&Tensor::new(ids, &model.device)?)?, &hidden, &launch)?;
-        let x = draft_head.layer.input_norm(x, &launch)?.1;
+        let x = draft_head.layer.mixer_input(x, &launch)?.1;
         let place = full.iter().map(|&slot| (slot, head.slots[slot].len)).collect();
         let rows = KvRows::new(model, &head.kv, place, &counts)?;
         let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
@@ -261,7 +261,7 @@ impl CausalLm {
     ) -> Result<Tensor> {
         launch.next_layer();
         let x = draft_head.input(&self.embed(ids)?, hidden, launch)?;
-        let (sum, y) = draft_head.layer.input_norm(x, launch)?;
+        let (sum, y) = draft_head.layer.mixer_input(x, launch)?;
         let Mixer::Full(attention) = &draft_head.layer.mixer else { bail!("{DRAFT}: expected a softmax layer") };
         let h = attention.forward_slots(&y, cu_seqlens, rows, kv, launch)?;
         let x = match last {

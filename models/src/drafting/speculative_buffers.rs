@@ -73,7 +73,12 @@ impl SpeculativeBuffers {
         let slots = || Slots::new(&vec![NO_SLOT; batch], device);
         let kv_rows = |column: usize| {
             let positions = words.narrow(0, column * batch, batch)?;
-            Ok::<_, candle_core::Error>(KvRows::Device { slots: slots()?, positions, max_len: pool.max_len })
+            Ok::<_, candle_core::Error>(KvRows::Device {
+                slots: slots()?,
+                positions,
+                max_len: pool.max_len,
+                pieces: Vec::new(),
+            })
         };
         let pass = Pass {
             lengths: vec![tokens; batch],

@@ -37,9 +37,11 @@ pub(super) struct Tried {
 }
 
 impl Drafter {
-    pub fn new(options: &EngineOptions) -> Self {
+    pub fn new(options: &EngineOptions, pool: &SequencePool) -> Self {
         let depths = Depths::after(options.draft_after);
-        Self { lookup: options.draft, depth: options.draft_depth, depths, measured: Vec::new(), planned: None }
+        // A step verifies the drafts and the token before them.
+        let lookup = options.draft.min(pool.room().map_or(usize::MAX, |room| room - 1));
+        Self { lookup, depth: options.draft_depth, depths, measured: Vec::new(), planned: None }
     }
 
     /// Whether drafts are looked up in the text.

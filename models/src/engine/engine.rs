@@ -88,13 +88,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         if options.draft_depth == DraftDepth::Fixed(0) {
             pool.drop_head();
         }
+        let drafter = Drafter::new(&options, &pool);
         let stepper = Stepper::new(&options, source, lm, &mut pool, &mut events)?;
         Ok(Self {
             queue: Queue::new(options.max_waiting),
             prompts: Prompts::new(&options)?,
             batch: Batch::default(),
             stepper,
-            drafter: Drafter::new(&options),
+            drafter,
             recovery: Recovery::new(options.prefill_chunk),
             core: Core { model, pool, events, stats: EngineStats::default() },
         })

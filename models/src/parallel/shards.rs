@@ -1,7 +1,7 @@
 //! The rows or columns of each weight that a rank has.
 
 use super::{Collective, Shard};
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, QkNorm};
 use candle_core::Result;
 use std::ops::Range;
 
@@ -84,15 +84,24 @@ impl WeightShards {
             // By key head, with the value heads that belong to it.
             ("linear_attn", "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a") => along(0),
             ("linear_attn", "A_log" | "dt_bias") => along(0),
+            ("linear_attn", "q_proj" | "k_proj" | "v_proj" | "g_proj" | "b_proj" | "a_proj") => along(0),
+            // Thirds of the whole are no whole heads, of which a rank could have some.
+            ("linear_attn", "q_conv1d" | "k_conv1d") if shape.first()? * shard.size == c.key_size() => along(0),
+            ("linear_attn", "v_conv1d") if shape.first()? * shard.size == c.value_size() => along(0),
+            ("linear_attn", "in_proj") => {
+                let heads = c.num_value_heads;
+                sections(0, &[c.key_size(), c.key_size(), c.value_size(), c.value_size(), heads, heads])
+            }
             ("linear_attn", "in_proj_qkv" | "conv1d") => sections(0, &[c.key_size(), c.key_size(), c.value_size()]),
-            ("linear_attn", "out_proj") => along(1),
-            ("self_attn", "q_proj") => along(0),
-            ("self_attn", "k_proj" | "v_proj") if shard.size.is_multiple_of(a.num_kv_heads) => {
+            ("linear_attn", "out_proj" | "o_proj") => along(1),
+            ("self_attn", "q_norm" | "k_norm") if a.qk_norm == QkNorm::Head => None,
+            ("self_attn", "q_proj" | "q_norm") => along(0),
+            ("self_attn", "k_proj" | "v_proj" | "k_norm") if shard.size.is_multiple_of(a.num_kv_heads) => {
                 let head = shard.rank * a.num_kv_heads / shard.size;
                 let range = head * a.head_dim..(head + 1) * a.head_dim;
                 Some(DimRanges { dim: 0, of: a.num_kv_heads * a.head_dim, ranges: vec![range] })
             }
-            ("self_attn", "k_proj" | "v_proj") => along(0),
+            ("self_attn", "k_proj" | "v_proj" | "k_norm") => along(0),
             ("self_attn", "o_proj") => along(1),
             // All experts in one tensor.
             ("experts", "gate_up_proj") => {

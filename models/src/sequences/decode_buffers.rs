@@ -58,6 +58,7 @@ impl StepBuffers {
                 positions: Tensor::new(&zeros[..], device)?,
                 // The kernels read how long each sequence is; their number of blocks follows from this.
                 max_len: pool.max_len,
+                pieces: Vec::new(),
             },
             launch: Launch { overlap: true, arena: arena(device)? },
             _working: None,

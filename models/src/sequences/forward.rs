@@ -21,7 +21,7 @@ impl CausalLm {
         let mut x = Residual::new(self.embed(ids)?);
         for (layer, slots) in self.layers.iter().zip(&mut pool.layers) {
             launch.next_layer();
-            let (sum, y) = layer.input_norm(x, launch)?;
+            let (sum, y) = layer.mixer_input(x, launch)?;
             let h = match (&layer.mixer, slots) {
                 (Mixer::Linear(gdn), LayerSlots::Linear(states)) => linear(gdn, &y, pass, states, &mut mode)?,
                 (Mixer::Full(attention), LayerSlots::Full(kv)) => {

@@ -8,7 +8,7 @@ use candle_gdn_core::LastThread;
 pub(crate) struct KvSegment {
     /// The position after the last token.
     pub end: usize,
-    /// `[1, kv_heads, tokens, head_dim]` each.
+    /// `[1, kv_heads, tokens, head_dim]` each; of a layer with a window its last tokens.
     pub layers: Vec<[Tensor; 2]>,
     /// Those of the draft head: where its tokens end, and their keys and values from the end of the segment before; `None`
     /// without new ones.

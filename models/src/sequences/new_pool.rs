@@ -3,6 +3,7 @@
 use super::fingerprint::hash_model;
 use super::kv::KvSlots;
 use super::pool::{unique, Entry, LayerSlots, SequencePool};
+use crate::blocks::attention::CacheShape;
 use crate::blocks::decoder::Mixer;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
@@ -90,7 +91,10 @@ impl CausalLm {
                     LayerSlots::Linear(gdn.new_pool_with(sequences, &PoolOptions::default().shared_ring(spans))?)
                 }
                 (Mixer::Linear(gdn), None) => LayerSlots::Linear(gdn.new_pool(sequences)?),
-                (Mixer::Full(_), _) => LayerSlots::Full(KvSlots::new(&shape, sequences)?),
+                (Mixer::Full(attention), _) => {
+                    let shape = CacheShape { window: attention.window, ..shape.clone() };
+                    LayerSlots::Full(KvSlots::new(&shape, sequences)?)
+                }
             })
         });
         let layers = layers.collect::<Result<Vec<_>>>()?;

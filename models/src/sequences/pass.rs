@@ -1,6 +1,6 @@
 //! One pass of the model over packed tokens of some sequences.
 
-use super::kv::{KvRows, KvSlots};
+use super::kv::{KvPiece, KvRows, KvSlots};
 use super::pool::{LayerSlots, SequencePool, Uploaded};
 use crate::causal_lm::CausalLm;
 use candle_core::{Device, Result, Tensor};
@@ -72,6 +72,11 @@ impl Pass {
         }
         let before: Vec<u32> = slots.iter().map(|&slot| pool.entries[slot].len as u32).collect();
         let max_len = before.iter().zip(&lengths).map(|(&len, new)| len as usize + new).max().unwrap_or(0);
+        let rows: Vec<_> = slots.iter().map(|&slot| (slot, pool.entries[slot].len)).collect();
+        let pieces = match pool.room() {
+            Some(room) => KvPiece::cut(&rows, &lengths, room, &device)?,
+            None => Vec::new(),
+        };
         let held = [read, slots.iter().map(|&slot| slot as u32).collect(), before];
         let (states, slots, positions) = match (write, pool.uploaded.take()) {
             (Some(write), _) => {
@@ -84,7 +89,7 @@ impl Pass {
                 (states?, kv?, Tensor::new(&held[2][..], &device)?)
             }
         };
-        let kv = KvRows::Device { slots, positions, max_len };
+        let kv = KvRows::Device { slots, positions, max_len, pieces };
         Ok(Self { lengths, cu_seqlens, states, kv, launch, _working: working })
     }
 
@@ -132,6 +137,15 @@ impl SequencePool {
             LayerSlots::Linear(_) => None,
         });
         caches.next().unwrap_or(matches!(self.device, Device::Cpu))
+    }
+
+    /// New tokens of a sequence that all layers have room for at once, in one append or a draft; `None`: any number.
+    pub(crate) fn room(&self) -> Option<usize> {
+        let rooms = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Full(kv) => kv.room(),
+            LayerSlots::Linear(_) => None,
+        });
+        rooms.min()
     }
 }
 

@@ -211,7 +211,8 @@ impl SequencePool {
     /// * a Gated DeltaNet layer: `4 * HV * V * K` for the state and `(width - 1) * channels * size` for the
     ///   convolution;
     /// * a softmax layer: `2 * kv_heads * max_len * head_dim * size`; on the CPU `max_len`, and for the values also
-    ///   `head_dim`, are rounded up to multiples of 32;
+    ///   `head_dim`, are rounded up to multiples of 32. With a window of `w` tokens (`sliding_window`) instead of `max_len` at most
+    ///   `w` and room for new tokens, once more `w` but 64 to 512;
     /// * the draft head, where the model has one: what a softmax layer does.
     ///
     /// With rings a Gated DeltaNet layer takes more: `ring` of [`sequence_bytes`](crate::ModelConfig::sequence_bytes).

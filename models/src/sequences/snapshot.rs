@@ -31,6 +31,8 @@ pub struct SequenceSnapshot {
     /// That of the draft head, whose keys and values lie in the segments too.
     head: Option<HeadState>,
     segments: Vec<Arc<KvSegment>>,
+    /// That of each softmax layer.
+    windows: Vec<Option<usize>>,
 }
 
 impl SequenceSnapshot {
@@ -100,7 +102,12 @@ impl SequencePool {
         }
         *known = segments.iter().map(Arc::downgrade).collect();
         let (model, model_hash) = (self.model, self.model_hash);
-        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments })
+        let windows = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Full(kv) => Some(kv.window()),
+            LayerSlots::Linear(_) => None,
+        });
+        let windows = windows.collect();
+        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments, windows })
     }
 
     /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.
@@ -129,7 +136,7 @@ impl SequencePool {
             let Some(src) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
             dst.restore(state, src)?;
         }
-        let (mut place, mut head_at) = (0, 0);
+        let mut place = 0;
         for segment in &snapshot.segments {
             let mut src = segment.layers.iter();
             segment.thread.reading(&self.device, || {
@@ -137,14 +144,14 @@ impl SequencePool {
                     // A segment may have new tokens of the draft head alone.
                     let (LayerSlots::Full(kv), true) = (layer, place < segment.end) else { continue };
                     let Some([k, v]) = src.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-                    kv.write(slot, place, [k, v])?;
+                    kv.write(slot, segment.end, [k, v])?;
                 }
                 match (&mut self.head, &segment.head) {
-                    (Some(head), Some([k, v])) => head.kv.write(slot, head_at, [k, v]),
+                    (Some(head), Some([k, v])) => head.kv.write(slot, segment.head_end, [k, v]),
                     _ => Ok(()),
                 }
             })?;
-            (place, head_at) = (segment.end, segment.head_end);
+            place = segment.end;
         }
         if let (Some(head), Some(state)) = (&mut self.head, &snapshot.head) {
             head.slots[slot] = state.clone();
@@ -193,7 +200,7 @@ impl SequencePool {
                 LayerSlots::Full(_) if len == 0 => {}
                 LayerSlots::Full(kv) => {
                     let [k, v] = kv.read(src, 0..len)?;
-                    kv.write(dst, 0, [&k, &v])?;
+                    kv.write(dst, len, [&k, &v])?;
                 }
             }
         }
@@ -203,7 +210,7 @@ impl SequencePool {
             let tokens = state.len + usize::from(state.next.is_some());
             if tokens > 0 {
                 let [k, v] = head.kv.read(src, 0..tokens)?;
-                head.kv.write(dst, 0, [&k, &v])?;
+                head.kv.write(dst, tokens, [&k, &v])?;
             }
         }
         Ok(())

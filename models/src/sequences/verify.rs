@@ -53,10 +53,15 @@ impl CausalLm {
     /// have drafts: one more state for each.
     ///
     /// # Errors
-    /// As [`feed`](Self::feed). Errors leave the sequences unchanged, except for a pass that fails half-way where states have
+    /// As [`feed`](Self::feed), or when a layer has a window and a draft more tokens than its ring has room for. Errors leave the sequences unchanged, except for a pass that fails half-way where states have
     /// rings.
     pub fn verify(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Tensor, Drafts)> {
         let slots = pool.batch_slots(VERIFY, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
+        if let (Some(room), Some(most)) = (pool.room(), batch.iter().map(|(_, tokens)| tokens.len()).max()) {
+            if most > room {
+                bail!("{VERIFY}: batch: expected drafts of at most {room} tokens (a layer's window has room for), got {most}")
+            }
+        }
         let ids = self.packed_ids(VERIFY, batch.iter().map(|(_, tokens)| *tokens))?;
         let _working = pool.working()?;
         let lengths: Vec<usize> = batch.iter().map(|(_, tokens)| tokens.len()).collect();

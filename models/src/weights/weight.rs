@@ -52,6 +52,11 @@ impl Weight {
         if inputs > MAX_GGML_INPUTS {
             bail!("quantised matrix: expected at most {MAX_GGML_INPUTS} inputs, got {inputs}")
         }
+        // candle's kernels use them without a look at the processor, which ends the program.
+        #[cfg(target_arch = "aarch64")]
+        if weight.device().is_cpu() && !std::arch::is_aarch64_feature_detected!("dotprod") {
+            bail!("quantised matrix: expected a processor with dot products of bytes (`dotprod`, ARMv8.2), got one without")
+        }
         // Before any graph is captured that points to candle's buffer.
         #[cfg(feature = "cuda")]
         grow_workspace(&weight.device())?;

@@ -33,13 +33,51 @@ fn attention_is_the_definition() {
     }
 }
 
+/// Rings of the least capacity and of more, that have wrapped never, once and often; prompts have a kernel of their own.
+#[test]
+fn attention_with_a_window_is_the_definition() {
+    let mut seed = 100;
+    for device in gpus(devices()) {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for (heads, kv_heads, dim) in [(4, 1, 64), (16, 2, 128), (16, 4, 256), (6, 2, 24)] {
+                for (before, lens) in [
+                    (vec![0], vec![1]),
+                    (vec![33, 0, 1070], vec![1; 3]),
+                    (vec![310, 129, 5, 64], vec![4; 4]),
+                    (vec![903, 0, 350, 7], vec![2, 65, 0, 1]),
+                    (vec![500, 0, 77], vec![200, 130, 301]),
+                ] {
+                    for window in [1, 7, 40, 2000] {
+                        let longest = before.iter().zip(&lens).map(|(b, t)| b + t).max().unwrap_or(0);
+                        let least = window + lens.iter().max().copied().unwrap_or(0) - 1;
+                        for more in [0, 13] {
+                            seed += 1;
+                            Case {
+                                dtype,
+                                window: Some(window),
+                                capacity: (least + more).min(longest + 3),
+                                slots: seed % 2 == 0,
+                                gated: seed % 3 != 0,
+                                ..Case::new(&before, &lens, heads, kv_heads, dim, seed)
+                            }
+                            .check(&device);
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// Enough keys that CUDA shares them out.
 #[test]
 fn attention_over_many_keys() {
     for device in gpus(devices()) {
         for dtype in [DType::F32, DType::BF16] {
             for before in [1000, 2047] {
-                Case { dtype, ..Case::new(&[before], &[1], 4, 1, 256, before as u64) }.check(&device);
+                let case = Case { dtype, ..Case::new(&[before], &[1], 4, 1, 256, before as u64) };
+                Case { window: Some(700), capacity: 750, ..case.clone() }.check(&device);
+                case.check(&device);
             }
         }
     }
@@ -118,6 +156,10 @@ fn attention_refuses() -> Result<()> {
     refused(prepare(&k.narrow(2, 0, 1)?.transpose(1, 2)?, &zeros(&[4])), &["shares its storage with k"]);
     refused(prepare(&new, &zeros(&[2, 4])), &["q: expected a tensor on CUDA"]);
     refused(decode(&q), &["q: expected a tensor on CUDA"]);
+    refused(cache.clone().with_window(0), &["window: expected at least 1 token, got 0"]);
+    let ring = cache.clone().with_window(4)?;
+    let long = AttentionDecode::new(&ring, None)?.forward(&zeros(&[2, 9, 4, 16]), None);
+    refused(long, &["q: expected at most 8 tokens of a sequence (the cache's capacity), got 9"]);
     refused(cache.advance(1), &["positions: expected a tensor on CUDA"]);
     Ok(())
 }

@@ -19,6 +19,8 @@ pub struct Case {
     pub dim: usize,
     pub pairs: usize,
     pub capacity: usize,
+    /// With one the cache is a ring.
+    pub window: Option<usize>,
     pub dtype: DType,
     pub packed: bool,
     pub slots: bool,
@@ -46,6 +48,7 @@ impl Case {
             dim,
             pairs: dim / 8,
             capacity: longest + 3,
+            window: None,
             dtype: DType::F32,
             packed: lens.iter().any(|&t| t != lens[0]),
             slots: false,
@@ -53,6 +56,11 @@ impl Case {
             zero_centred: true,
             seed,
         }
+    }
+
+    /// Positions of a slot that keys and values are drawn for.
+    fn positions(&self) -> usize {
+        self.before.iter().copied().max().unwrap_or(0).max(self.capacity)
     }
 
     fn total(&self) -> usize {
@@ -87,7 +95,7 @@ impl Case {
 
     fn draw(&self) -> Drawn {
         let rng = &mut Rng::new(self.seed);
-        let rows = self.num_slots() * self.kv_heads * self.capacity * self.dim;
+        let rows = self.num_slots() * self.kv_heads * self.positions() * self.dim;
         let mut draw = |n: usize, scale: f64, dtype| {
             let x: Vec<f64> = rng.normals(n).into_iter().map(|x| x * scale).collect();
             rounded(&x, &[n], dtype).unwrap().1
@@ -119,7 +127,7 @@ impl Case {
     }
 }
 
-/// Inputs by token, caches by slot, rounded to the dtypes they travel in.
+/// Inputs by token, old keys and values by slot, kv head and position, rounded to the dtypes they travel in.
 struct Drawn {
     x: Vec<f64>,
     k: Vec<f64>,
@@ -129,22 +137,19 @@ struct Drawn {
 }
 
 impl Drawn {
-    /// The caches with the case's old tokens, all else NaN.
-    fn cache(&self, case: &Case, data: &[f64], device: &Device) -> Result<Tensor> {
-        let mut data = data.to_vec();
-        let (capacity, dim) = (case.capacity, case.dim);
-        let mut known = vec![0; case.num_slots()];
-        for (slot, before) in case.map().into_iter().zip(&case.before) {
-            if let Some(slot) = slot {
-                known[slot] = *before;
+    /// A cache with the case's old tokens, all else `empty`.
+    fn cache(&self, case: &Case, data: &[f64], empty: f64, device: &Device) -> Result<Tensor> {
+        let (capacity, dim, kv_heads) = (case.capacity, case.dim, case.kv_heads);
+        let mut rows = vec![empty; case.num_slots() * kv_heads * capacity * dim];
+        for (slot, &before) in case.map().into_iter().zip(&case.before) {
+            for head in slot.map_or(0..0, |slot| slot * kv_heads..(slot + 1) * kv_heads) {
+                for position in before.saturating_sub(capacity)..before {
+                    let old = &data[(head * case.positions() + position) * dim..][..dim];
+                    rows[(head * capacity + position % capacity) * dim..][..dim].copy_from_slice(old);
+                }
             }
         }
-        for (row, values) in data.chunks_exact_mut(dim).enumerate() {
-            if row % capacity >= known[row / capacity / case.kv_heads] {
-                values.fill(f64::NAN);
-            }
-        }
-        rounded(&data, &[case.num_slots(), case.kv_heads, capacity, dim], case.dtype)?.0.to_device(device)
+        rounded(&rows, &[case.num_slots(), case.kv_heads, capacity, dim], case.dtype)?.0.to_device(device)
     }
 
     fn run(&self, case: &Case, device: &Device) -> Result<Results> {
@@ -168,9 +173,15 @@ impl Drawn {
         let k = column(2 * heads * dim, kv_heads, dim)?;
         let v = rows.narrow(lead.len(), 2 * heads + kv_heads, kv_heads)?;
         let weight = |w: &[f64]| -> Result<Tensor> { rounded(w, &[dim], DType::F32)?.0.to_device(device) };
-        let (caches, n) = ([self.cache(case, &self.k, device)?, self.cache(case, &self.v, device)?], case.lens.len());
+        // With a window values are finite from the start.
+        let empty = [f64::NAN, if case.window.is_some() { 0.0 } else { f64::NAN }];
+        let caches = [self.cache(case, &self.k, empty[0], device)?, self.cache(case, &self.v, empty[1], device)?];
+        let n = case.lens.len();
         let positions = Tensor::new(case.before.iter().map(|&b| b as u32).collect::<Vec<_>>(), device)?;
         let mut cache = AttentionCache::new(&caches[0], &caches[1], &positions)?;
+        if let Some(window) = case.window {
+            cache = cache.with_window(window)?;
+        }
         if case.slots {
             let slots: Vec<u32> = case.map().iter().map(|s| s.map_or(NO_SLOT, |s| s as u32)).collect();
             cache = cache.with_slots(&Tensor::from_vec(slots, n, device)?);
@@ -196,13 +207,25 @@ impl Drawn {
         let want: Vec<u32> = case.before.iter().zip(new).map(|(before, new)| (before + new) as u32).collect();
         assert_eq!(positions.to_vec1::<u32>()?, want, "{case:?}");
         let mut results = Results { q: values(&q), o: values(&o), k: vec![], v: vec![] };
-        for (to, cache) in [(&mut results.k, &caches[0]), (&mut results.v, &caches[1])] {
+        for ((to, cache), (old, empty)) in
+            [&mut results.k, &mut results.v].into_iter().zip(&caches).zip([&self.k, &self.v].into_iter().zip(empty))
+        {
+            let rows = values(cache);
             for ((slot, before), len) in case.map().into_iter().zip(&case.before).zip(&case.lens) {
-                if let Some(slot) = slot {
-                    let all = cache.get(slot)?;
-                    to.extend(values(&all.narrow(1, 0, before + len)?.contiguous()?));
-                    let rest = values(&all.narrow(1, before + len, case.capacity - before - len)?.contiguous()?);
-                    assert!(rest.iter().all(|x| x.is_nan()), "wrote past the new tokens: {case:?}");
+                for head in slot.map_or(0..0, |slot| slot * kv_heads..(slot + 1) * kv_heads) {
+                    let row = |row: usize| &rows[(head * case.capacity + row) * dim..][..dim];
+                    for position in 0..before + len {
+                        // What a ring no longer has is not compared.
+                        to.extend(match position + case.capacity < before + len {
+                            true => &old[(head * case.positions() + position) * dim..][..dim],
+                            false => row(position % case.capacity),
+                        });
+                    }
+                    let mut rest = (before + len..case.capacity).flat_map(row);
+                    assert!(
+                        rest.all(|x| *x == empty || x.is_nan() && empty.is_nan()),
+                        "wrote past the new tokens: {case:?}"
+                    );
                 }
             }
         }
@@ -211,7 +234,7 @@ impl Drawn {
 
     /// The definition; `rounded` are queries and keys to take instead of the exact ones.
     fn reference(&self, case: &Case, rounded: Option<(&[f64], &[f64])>) -> Results {
-        let Case { heads, kv_heads, dim, pairs, capacity, .. } = *case;
+        let Case { heads, kv_heads, dim, pairs, .. } = *case;
         let freq = case.inv_freq();
         let centre = f64::from(u8::from(case.zero_centred));
         let place = |x: &[f64], weight: &[f64], position: usize| -> Vec<f64> {
@@ -237,7 +260,8 @@ impl Drawn {
             };
             let (first_k, first_q) = (results.k.len(), results.q.len());
             for h in 0..kv_heads {
-                let old = (slot * kv_heads + h) * capacity * dim..((slot * kv_heads + h) * capacity + before) * dim;
+                let first = (slot * kv_heads + h) * case.positions() * dim;
+                let old = first..first + before * dim;
                 results.k.extend(&self.k[old.clone()]);
                 results.v.extend(&self.v[old]);
                 for t in 0..len {
@@ -262,7 +286,8 @@ impl Drawn {
                 for h in 0..heads {
                     let head = h / (heads / kv_heads) * (before + len) * dim;
                     let q = &queries[(t * heads + h) * dim..][..dim];
-                    let weights: Vec<f64> = (0..before + t + 1)
+                    let first = case.window.map_or(0, |window| (before + t + 1).saturating_sub(window));
+                    let weights: Vec<f64> = (first..before + t + 1)
                         .map(|j| {
                             let k = &keys[head + j * dim..][..dim];
                             (q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() * (dim as f64).powf(-0.5)).exp()
@@ -270,8 +295,8 @@ impl Drawn {
                         .collect();
                     let total: f64 = weights.iter().sum();
                     for c in 0..dim {
-                        let o: f64 =
-                            weights.iter().enumerate().map(|(j, w)| w * results.v[first_k + head + j * dim + c]).sum();
+                        let value = |j: usize| results.v[first_k + head + (first + j) * dim + c];
+                        let o: f64 = weights.iter().enumerate().map(|(j, w)| w * value(j)).sum();
                         let gate = if case.gated { 1.0 / (1.0 + (-row(t, 2 * h + 1)[c]).exp()) } else { 1.0 };
                         results.o.push(o / total * gate);
                     }

@@ -17,6 +17,7 @@ mod draft_head_formats;
 mod dying_ranks;
 mod engine;
 mod engine_faults;
+mod families;
 mod faults;
 mod fp8;
 mod fp8_files;
@@ -36,6 +37,7 @@ mod read_once;
 mod safetensors;
 mod sequences;
 mod sequences_soak;
+mod windows;
 mod yarn;
 
 use candle_gdn_models_testing::{gguf_writer, golden, serving, tiny};

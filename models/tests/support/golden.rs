@@ -21,6 +21,18 @@ pub const QWEN3_5: Goldens =
 pub const QWEN3_5_MOE: Goldens =
     Goldens { checkpoint: "qwen3_5_moe_tiny", goldens: "as_loaded/qwen3_5_moe_tiny_goldens.safetensors", prompts: 5 };
 
+/// The families beside Qwen's, by transformers 5.24 in float32; where the checkpoints above are, these are.
+pub const OLMO_HYBRID: Goldens = Goldens {
+    checkpoint: "families/olmo_hybrid_tiny",
+    goldens: "families/olmo_hybrid_tiny_goldens.safetensors",
+    prompts: 5,
+};
+pub const LARA_MINI: Goldens = Goldens {
+    checkpoint: "families/lara_mini_tiny",
+    goldens: "families/lara_mini_tiny_goldens.safetensors",
+    prompts: 5,
+};
+
 /// Adapters that PEFT 0.21.2 wrote, with what the model says with them, and the models.
 pub const ADAPTERS: [(&str, Goldens); 6] = [
     ("tests/goldens/lora/demo_attention", DEMO),

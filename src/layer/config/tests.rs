@@ -31,3 +31,16 @@ fn an_error_names_the_key() {
     );
     assert!(parse(&format!("{{{KEYS}, \"output_gate_type\": \"x\"}}")).unwrap_err().contains("output_gate_type"));
 }
+
+/// As the published file has them, and from the defaults of its class.
+#[test]
+fn olmo_hybrid_has_an_epsilon_and_a_beta_of_its_own() {
+    let want = GdnConfig::new(3840, (30, 96), (30, 192)).with(|c| (c.rms_norm_eps, c.beta_scale) = (1e-5, 2.0));
+    let short =
+        r#"{"model_type": "olmo_hybrid", "hidden_size": 3840, "num_attention_heads": 30, "rms_norm_eps": 1e-6}"#;
+    assert_eq!(parse(short), Ok(want.clone()));
+    let full = r#"{"model_type": "olmo_hybrid", "hidden_size": 3840, "linear_num_key_heads": 30, "linear_num_value_heads": 30,
+        "linear_key_head_dim": 96, "linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
+        "linear_allow_neg_eigval": false}"#;
+    assert_eq!(parse(full), Ok(want.with(|c| c.beta_scale = 1.0)));
+}

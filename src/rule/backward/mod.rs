@@ -3,7 +3,6 @@
 mod cpu;
 #[cfg(feature = "cuda")]
 mod cuda;
-mod state;
 
 use super::options::RuleOptions;
 use crate::algo::Algo;
@@ -11,9 +10,8 @@ use crate::plan::refuses_rule;
 use crate::reference::Dims;
 use candle_core::{bail, CpuStorage, DType, Result, Shape, Storage, Tensor};
 use candle_gdn_core::check::*;
-use candle_gdn_core::device::Working;
+use candle_gdn_core::device::{SideOutput, Working};
 use candle_gdn_core::{custom_op, CuSeqlens, SequencePlan};
-use state::{FinalState, Shared};
 use std::sync::Arc;
 
 const OP: &str = "gdn_rule_diff";
@@ -24,7 +22,7 @@ struct RuleDiff {
     options: RuleOptions,
     /// Whether the third argument is the initial state; without one it is the gates once more.
     has_state: bool,
-    shared: Arc<Shared>,
+    last: Arc<SideOutput>,
 }
 
 /// A checked call.
@@ -102,7 +100,7 @@ impl RuleDiff {
     fn on_cpu(&self, [qkv, gates, state]: [CpuArg<'_>; 3]) -> CpuOutput {
         let plan = self.plan([Arg::cpu("qkv", qkv), Arg::cpu("gates", gates), Arg::cpu("state", state)])?;
         let (out, last) = cpu::run(self, &plan, [qkv.0, gates.0, state.0])?;
-        self.shared.put_state(Storage::Cpu(CpuStorage::F32(last)));
+        self.last.put(Storage::Cpu(CpuStorage::F32(last)), &self.state_shape(&plan.seqs)[..]);
         Ok((out, plan.out_shape))
     }
 
@@ -110,7 +108,7 @@ impl RuleDiff {
     fn on_cuda(&self, [qkv, gates, state]: [CudaArg<'_>; 3]) -> CudaOutput {
         let plan = self.plan([Arg::cuda("qkv", qkv), Arg::cuda("gates", gates), Arg::cuda("state", state)])?;
         let (out, last) = cuda::run(self, &plan, [qkv.0, gates.0, state.0])?;
-        self.shared.put_state(Storage::Cuda(last));
+        self.last.put(Storage::Cuda(last), &self.state_shape(&plan.seqs)[..]);
         Ok((out, plan.out_shape))
     }
 
@@ -119,7 +117,7 @@ impl RuleDiff {
         let _working = Working::new(qkv.device());
         let plan = self.plan([Arg::tensor("qkv", qkv), Arg::tensor("gates", gates), Arg::tensor("state", state)])?;
         // In the order of the arguments' shapes, whatever the loss made of o.
-        let grads = (&grad.contiguous()?, self.shared.take_gradient());
+        let grads = (&grad.contiguous()?, self.last.take_gradient());
         let wants_state = self.has_state && state.track_op();
         #[cfg(feature = "cuda")]
         let (d_qkv, d_gates, d_state) = match qkv.device().is_cuda() {
@@ -181,20 +179,13 @@ pub fn gdn_rule_diff(
         tensor.map_or(Ok(()), |tensor| check_device(OP, arg, tensor, qkv.device()))?;
     }
     let _working = Working::new(qkv.device());
-    let shared = Arc::<Shared>::default();
-    let op = RuleDiff {
-        sizes,
-        cu_seqlens: cu_seqlens.cloned(),
-        options,
-        has_state: state.is_some(),
-        shared: shared.clone(),
-    };
+    let last = Arc::<SideOutput>::default();
+    let op =
+        RuleDiff { sizes, cu_seqlens: cu_seqlens.cloned(), options, has_state: state.is_some(), last: last.clone() };
     let gates = dense_rows(gates)?;
     let state = state.map_or_else(|| Ok(gates.clone()), Tensor::contiguous)?;
-    let sequences = cu_seqlens.map_or_else(|| qkv.dims().first().copied().unwrap_or(0), CuSeqlens::num_sequences);
-    let shape = Shape::from([sequences, sizes.value_heads, sizes.value_dim, sizes.key_dim].to_vec());
     let o = dense_rows(qkv)?.apply_op3(&gates, &state, op)?;
-    let last = o.apply_op1(FinalState { shared, shape })?;
+    let last = last.tensor(&o)?;
     Ok((o, last))
 }
 

@@ -36,6 +36,7 @@ pub struct AttentionCache {
     pub(super) v: Tensor,
     pub(super) positions: Tensor,
     pub(super) slots: Option<Slots>,
+    pub(super) window: Option<usize>,
 }
 
 impl AttentionCache {
@@ -71,7 +72,7 @@ impl AttentionCache {
         if storage_key(k) == storage_key(v) {
             bail!("{op}: v: shares its storage with k; both are written in place: pass tensors of their own");
         }
-        Ok(Self { k: k.clone(), v: v.clone(), positions: positions.clone(), slots: None })
+        Ok(Self { k: k.clone(), v: v.clone(), positions: positions.clone(), slots: None, window: None })
     }
 
     /// Sequence `n` uses slot `slots[n]`; see [`candle_gdn::ops::GdnDecode::with_slots`]. `slots` has one map, for reads and
@@ -79,6 +80,25 @@ impl AttentionCache {
     pub fn with_slots(mut self, slots: impl Into<Slots>) -> Self {
         self.slots = Some(slots.into());
         self
+    }
+
+    /// Tokens see `window` tokens, themselves included: position `t` the positions `t - window + 1` to `t`, as with `sliding_window` in
+    /// transformers. The cache is then a ring: position `p` lies at `p` modulo the capacity, and stays until position
+    /// `p + capacity` overwrites it.
+    ///
+    /// A call's tokens are in the cache before the first of them is read: sequences longer than the capacity need one of at least
+    /// `window` and a call's tokens less one; with fewer its first tokens see fewer. The values in `v` must be finite from the start, also
+    /// where no token is.
+    ///
+    /// # Errors
+    /// When the window is 0.
+    pub fn with_window(mut self, window: usize) -> Result<Self> {
+        if window == 0 {
+            bail!("attention_cache: window: expected at least 1 token, got 0");
+        }
+        // No sequence has more.
+        self.window = Some(window.min(1 << 30));
+        Ok(self)
     }
 
     /// Tokens that a slot has room for.
@@ -122,6 +142,10 @@ impl AttentionCache {
         }
         let lead_dims = &dims[..lead.rank()];
         let seqs = SequencePlan::new((op, arg), (lead, lead_dims), cu_seqlens, self.slots.as_ref(), &self.k)?;
+        if self.window.is_some() && seqs.max_tokens > self.capacity() {
+            let (capacity, tokens) = (self.capacity(), seqs.max_tokens);
+            bail!("{op}: {arg}: expected at most {capacity} tokens of a sequence (the cache's capacity), got {tokens}");
+        }
         if self.positions.dims() != [seqs.count] {
             bail!("{op}: positions: expected {} values (one a sequence), got {:?}", seqs.count, self.positions.dims());
         }

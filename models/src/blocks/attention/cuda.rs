@@ -45,6 +45,7 @@ impl AttentionCache {
             head_stride: stride[1] as i64,
             token_stride: stride[2] as i64,
             capacity: int(name, "capacity", self.capacity())?,
+            window: int(name, "window", self.window.unwrap_or(0))?,
         };
         Ok((cache, seqs))
     }
@@ -100,8 +101,10 @@ impl AttentionPrepare {
         let (keys, values) = (write(keys, stream)?, write(values, stream)?);
         let (q, k, v) = (read(q, stream)?, read(k, stream)?, read(v, stream)?);
         held!(positions, self.cache.positions, stream);
-        held!(q_weight, self.q_weight, stream);
-        held!(k_weight, self.k_weight, stream);
+        // The frequencies stand in for weights that there are none of.
+        let [of_q, of_k] = self.weights.clone().unwrap_or([(); 2].map(|()| self.inv_freq.clone()));
+        held!(q_weight, of_q, stream);
+        held!(k_weight, of_k, stream);
         held!(frequencies, self.inv_freq, stream);
         held_slots!(slots, slots.as_ref(), stream);
         held_u32!(cu_seqlens, self.cu_seqlens.as_ref().map(candle_gdn::CuSeqlens::tensor), stream);
@@ -114,8 +117,16 @@ impl AttentionPrepare {
             k: heads(&k, plan.inputs[1], dtype),
             v: heads(&v, plan.inputs[2], dtype),
             q_out: plan.output(&q_out),
-            q_weight: q_weight.at(self.q_weight.layout().start_offset(), 4),
-            k_weight: k_weight.at(self.k_weight.layout().start_offset(), 4),
+            q_weight: if self.weights.is_some() {
+                q_weight.at(of_q.layout().start_offset(), 4)
+            } else {
+                std::ptr::null()
+            },
+            k_weight: if self.weights.is_some() {
+                k_weight.at(of_k.layout().start_offset(), 4)
+            } else {
+                std::ptr::null()
+            },
             inv_freq: frequencies.at(first, 4),
             inv_freq_low: if self.inv_freq.rank() == 2 { frequencies.at(first + pairs, 4) } else { std::ptr::null() },
             positions: positions.at(self.cache.positions.layout().start_offset(), 4),

@@ -1,4 +1,4 @@
-//! Softmax attention with an output gate, norms on queries and keys, and partial rotary positions: the layer, its kernel on
+//! Softmax attention with norms on queries and keys, and rotary positions and an output gate where the model has them: the layer, its kernel on
 //! the CPU, and its two ops on CUDA, before and after the append to the cache.
 
 mod cache;
@@ -9,20 +9,24 @@ mod decode;
 mod forward;
 mod kv_cache;
 mod prepare;
+mod projection_norm;
 mod rotary;
 
 pub use cache::AttentionCache;
 pub use decode::AttentionDecode;
-pub(crate) use forward::CpuTokens;
-pub(crate) use kv_cache::{CacheShape, CpuCaches};
+pub(crate) use forward::{CpuTokens, DeviceTokens};
+pub(crate) use kv_cache::{capacity, new_tokens, CacheShape, CpuCaches};
 pub use prepare::{rotary_frequencies, AttentionPrepare, PrepareOptions};
 pub(crate) use rotary::{Angles, Rotary};
 
 use super::norm::RmsNorm;
-use crate::config::{AttentionConfig, ModelConfig};
+use crate::config::{AttentionConfig, LayerConfig, ModelConfig, QkNorm};
 use crate::formats::{place, Source};
+use crate::parallel::Collective;
 use crate::weights::Weight;
-use candle_core::{Result, Tensor};
+use candle_core::{bail, Result, Tensor};
+use projection_norm::ProjectionNorm;
+use std::sync::Arc;
 
 /// One layer's attention.
 #[derive(Debug, Clone)]
@@ -34,40 +38,80 @@ pub(crate) struct GatedAttention {
     /// The rows of q_proj, k_proj and v_proj, which are views of it. `None` on the CPU, whose products are packed, and for
     /// quantised matrices that one launch cannot multiply.
     pub(crate) qkv_proj: Option<Weight>,
-    pub(crate) q_norm: RmsNorm,
-    pub(crate) k_norm: RmsNorm,
-    /// In the layout of [`AttentionPrepare`].
+    pub(crate) norm: HeadsNorm,
+    /// In the layout of [`AttentionPrepare`]; without positions one pair that never turns.
     pub(crate) frequencies: Tensor,
+    /// Whether queries and keys are rotated.
+    positions: bool,
+    /// Tokens that a token sees, itself included; `None`: all before it.
+    pub(crate) window: Option<usize>,
     pub(crate) cfg: AttentionConfig,
 }
 
+/// The norm of queries and keys.
+#[derive(Debug, Clone)]
+pub(crate) enum HeadsNorm {
+    /// Of each head, in the kernels that rotate it.
+    Head { q: RmsNorm, k: RmsNorm },
+    /// Of all heads together, before these.
+    Projection(ProjectionNorm),
+}
+
+impl HeadsNorm {
+    /// Of queries, and of keys.
+    fn norms(&self) -> [&RmsNorm; 2] {
+        match self {
+            Self::Head { q, k } => [q, k],
+            Self::Projection(norm) => norm.norms(),
+        }
+    }
+}
+
 impl GatedAttention {
-    /// `source` is at `..self_attn`.
-    pub(crate) fn load(cfg: &ModelConfig, source: &Source) -> Result<Self> {
-        let (h, eps, a) = (cfg.hidden_size, cfg.rms_norm_eps, &cfg.attention);
+    /// `source` is at `..self_attn` of a layer, which is one of the shards of `group`.
+    pub(crate) fn load(
+        cfg: &ModelConfig,
+        layer: &LayerConfig,
+        source: &Source,
+        group: Option<&Arc<dyn Collective>>,
+    ) -> Result<Self> {
+        let (h, a) = (cfg.hidden_size, &cfg.attention);
         let d = a.head_dim;
-        let sizes = [a.num_heads * 2 * d, a.num_kv_heads * d, a.num_kv_heads * d];
+        if layer.window == Some(0) {
+            bail!("config: a window of softmax attention: expected at least 1 token, got 0")
+        }
+        let sizes = [a.query_rows(), a.num_kv_heads * d, a.num_kv_heads * d];
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
         let matrices = [get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?];
-        let norm = |name: &str| rotated(RmsNorm::load(d, eps, source.pp(name).dense)?, a);
+        let norm = |name: &str, width: usize| rotated(RmsNorm::load(width, cfg, source.pp(name).dense)?, a);
+        let norm = match a.qk_norm {
+            QkNorm::Head => HeadsNorm::Head { q: norm("q_norm", d)?, k: norm("k_norm", d)? },
+            QkNorm::Projection => {
+                let (q, k) = (norm("q_norm", a.num_heads * d)?, norm("k_norm", a.num_kv_heads * d)?);
+                HeadsNorm::Projection(ProjectionNorm::new(q, k, group.cloned()))
+            }
+        };
+        let positions = layer.positions && !a.rope_inv_freq.is_empty();
         let (qkv_proj, [q_proj, k_proj, v_proj]) = place::together_and_each(matrices, device)?;
         Ok(Self {
             q_proj,
             k_proj,
             v_proj,
             qkv_proj,
-            frequencies: rotary_frequencies(&a.rope_inv_freq, device)?,
+            frequencies: rotary_frequencies(if positions { &a.rope_inv_freq } else { &[0.] }, device)?,
+            positions,
             o_proj: place::load(&source.pp("o_proj"), a.num_heads * d, h)?,
-            q_norm: norm("q_norm")?,
-            k_norm: norm("k_norm")?,
+            norm,
+            window: layer.window,
             cfg: a.clone(),
         })
     }
 
-    /// Whether candle's kernels on CUDA multiply some of its weights.
+    /// Whether candle's kernels on CUDA multiply some of its weights, or make its heads contiguous.
     pub(crate) fn uses_candle(&self) -> bool {
-        [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].into_iter().any(Weight::uses_candle)
+        matches!(self.norm, HeadsNorm::Projection(_))
+            || [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj].into_iter().any(Weight::uses_candle)
     }
 }
 
@@ -77,8 +121,8 @@ fn rotated(norm: RmsNorm, a: &AttentionConfig) -> Result<RmsNorm> {
         return Ok(norm);
     }
     let rotated = 2 * a.rope_inv_freq.len();
-    let factor = (0..a.head_dim).map(|i| if i < rotated { a.rope_factor as f32 } else { 1. });
-    let factor = Tensor::from_iter(factor, norm.scale.device())?;
+    let factor = |i: usize| if i % a.head_dim < rotated { a.rope_factor as f32 } else { 1. };
+    let factor = Tensor::from_iter((0..norm.scale.elem_count()).map(factor), norm.scale.device())?;
     Ok(RmsNorm { scale: (norm.scale * factor)?, ..norm })
 }
 
@@ -96,6 +140,8 @@ mod tests {
             head_dim: 6,
             rope_inv_freq: vec![1., 0.1],
             rope_factor,
+            output_gate: true,
+            qk_norm: QkNorm::Head,
         };
         let scale = |factor| -> Result<Vec<f32>> {
             let norm = RmsNorm { scale: Tensor::arange(1f32, 7., &Device::Cpu)?, eps: 1e-6 };

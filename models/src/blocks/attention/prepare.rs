@@ -35,8 +35,8 @@ const PREPARE: &str = "attention_prepare";
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
 pub struct AttentionPrepare {
     pub(super) cache: AttentionCache,
-    pub(super) q_weight: Tensor,
-    pub(super) k_weight: Tensor,
+    /// Of queries and of keys; none where these come normed.
+    pub(super) weights: Option<[Tensor; 2]>,
     pub(super) inv_freq: Tensor,
     pub(super) options: PrepareOptions,
     pub(super) cu_seqlens: Option<CuSeqlens>,
@@ -81,15 +81,21 @@ impl AttentionPrepare {
         options: PrepareOptions,
     ) -> Result<Self> {
         let dim = cache.dim();
-        for (arg, tensor) in [("q_weight", q_weight), ("k_weight", k_weight), ("inv_freq", inv_freq)] {
-            check_dtype(PREPARE, arg, tensor.dtype(), DType::F32)?;
-            check_device(PREPARE, arg, tensor, cache.device())?;
-            check_contiguous(PREPARE, arg, tensor)?;
-            check_untracked(PREPARE, arg, tensor)?;
-            cache.check_not_written(PREPARE, arg, storage_key(tensor))?;
+        for (arg, weight) in [("q_weight", q_weight), ("k_weight", k_weight)] {
+            check_constant(arg, weight, cache)?;
+            check_shape(PREPARE, arg, weight, &[dim])?;
         }
-        check_shape(PREPARE, "q_weight", q_weight, &[dim])?;
-        check_shape(PREPARE, "k_weight", k_weight, &[dim])?;
+        if !options.eps.is_finite() || options.eps < 0.0 {
+            bail!("{PREPARE}: eps: expected a finite value of at least 0, got {}", options.eps);
+        }
+        let weights = Some([q_weight.clone(), k_weight.clone()]);
+        Ok(Self { weights, options, ..Self::of_normed(cache, inv_freq)? })
+    }
+
+    /// Without the norms: of queries and keys that had theirs.
+    pub(crate) fn of_normed(cache: &AttentionCache, inv_freq: &Tensor) -> Result<Self> {
+        check_constant("inv_freq", inv_freq, cache)?;
+        let dim = cache.dim();
         match inv_freq.dims() {
             [pairs] | [2, pairs] if 2 * pairs <= dim && *pairs > 0 => {}
             dims => bail!(
@@ -97,15 +103,11 @@ impl AttentionPrepare {
                 dim / 2
             ),
         }
-        if !options.eps.is_finite() || options.eps < 0.0 {
-            bail!("{PREPARE}: eps: expected a finite value of at least 0, got {}", options.eps);
-        }
         Ok(Self {
             cache: cache.clone(),
-            q_weight: q_weight.clone(),
-            k_weight: k_weight.clone(),
+            weights: None,
             inv_freq: inv_freq.clone(),
-            options,
+            options: PrepareOptions::default(),
             cu_seqlens: None,
             launch: Launch::default(),
         })
@@ -161,6 +163,15 @@ impl AttentionPrepare {
         }
         Ok((self.prepare_cuda(PREPARE, &plan, args.map(|(storage, _)| storage))?, plan.out_shape.into()))
     }
+}
+
+/// An f32 tensor that the launch reads and nothing writes.
+fn check_constant(arg: &str, tensor: &Tensor, cache: &AttentionCache) -> Result<()> {
+    check_dtype(PREPARE, arg, tensor.dtype(), DType::F32)?;
+    check_device(PREPARE, arg, tensor, cache.device())?;
+    check_contiguous(PREPARE, arg, tensor)?;
+    check_untracked(PREPARE, arg, tensor)?;
+    cache.check_not_written(PREPARE, arg, storage_key(tensor))
 }
 
 custom_op!(CustomOp3 for AttentionPrepare, PREPARE, q q_layout, k k_layout, v v_layout);

@@ -37,6 +37,7 @@ fn general(cfg: &MoeConfig, hidden: usize, source: &Source) -> Result<SparseMoe>
         router: Router::General(Weight::dense(router)?),
         experts: Experts::Stacked(Mlp { gate_up: dense(gate_up)?, down: dense(down)? }),
         shared,
+        ungated: None,
         cfg: cfg.clone(),
         hidden,
     })
@@ -53,6 +54,7 @@ fn general_and_cpu_kernels_agree() -> Result<()> {
             intermediate_size: 12,
             shared_intermediate_size: shared,
             norm_topk_prob: shared == 0,
+            shared_gate: true,
         };
         let vb = VarBuilder::from_tensors(weights(&cfg, hidden)?, DType::F32, &Device::Cpu);
         let source = Source::new(vb);
@@ -63,6 +65,39 @@ fn general_and_cpu_kernels_agree() -> Result<()> {
             assert_eq!(got.dims(), want.dims());
             let error = (got - want)?.abs()?.flatten_all()?.max(D::Minus1)?.to_scalar::<f32>()?;
             assert!(error < 1e-5, "{error:e}");
+        }
+    }
+    Ok(())
+}
+
+/// Of one expert a token, as many as there are different best scores; a token twice adds none.
+#[test]
+fn chosen_experts_are_counted_once() -> Result<()> {
+    let (hidden, experts) = (8, 8);
+    for shared in [0, 4] {
+        let cfg = MoeConfig {
+            num_experts: experts,
+            experts_per_token: 1,
+            intermediate_size: 4,
+            shared_intermediate_size: shared,
+            norm_topk_prob: true,
+            shared_gate: true,
+        };
+        let mut weights = weights(&cfg, hidden)?;
+        // Input j scores expert j.
+        weights.insert("gate.weight".into(), Tensor::eye(experts, DType::F32, &Device::Cpu)?);
+        let source = Source::new(VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu));
+        let inputs = Tensor::eye(hidden, DType::F32, &Device::Cpu)?;
+        for layer in [SparseMoe::load(&cfg, hidden, &source)?, general(&cfg, hidden, &source)?] {
+            for (tokens, want) in [(vec![3u32], 1), (vec![3, 3, 3], 1), (vec![0, 5, 3, 5], 3)] {
+                let x = inputs.index_select(&Tensor::new(&tokens[..], &Device::Cpu)?, 0)?;
+                let (y, chosen) = experts_chosen(|| {
+                    layer.forward(&x, &Launch::default())?;
+                    layer.forward(&x, &Launch::default())
+                })?;
+                assert_eq!(chosen, 2 * want, "two passes of {tokens:?}");
+                assert_eq!(y.to_vec2::<f32>()?, layer.forward(&x, &Launch::default())?.to_vec2::<f32>()?);
+            }
         }
     }
     Ok(())
@@ -82,6 +117,7 @@ fn cuda_kernels_and_cpu_kernels_agree() -> Result<()> {
                 intermediate_size: 192,
                 shared_intermediate_size: shared,
                 norm_topk_prob: shared > 0,
+                shared_gate: true,
             };
             let round = |x: &Tensor| x.to_dtype(dtype)?.to_dtype(DType::F32);
             let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);
@@ -119,6 +155,7 @@ fn packed_experts_and_cpu_kernels_agree() -> Result<()> {
                 intermediate_size: 256,
                 shared_intermediate_size: shared,
                 norm_topk_prob: shared > 0,
+                shared_gate: true,
             };
             let hidden = 512;
             let weights = weights(&cfg, hidden)?.into_iter().filter(|(_, w)| w.elem_count() > 0);

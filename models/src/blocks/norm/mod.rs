@@ -1,4 +1,4 @@
-//! RMS norm with a zero-centred weight, as every norm of these models but the gated one.
+//! RMS norm, as every norm of these models but the gated one.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
@@ -7,23 +7,25 @@ mod op;
 
 pub use op::AddRmsNorm;
 
+use crate::config::ModelConfig;
 use candle_core::{DType, Result, Tensor};
 use candle_gdn_core::Launch;
 use candle_nn::VarBuilder;
 
-/// `x / sqrt(mean(x²) + eps) * (1 + w)` over the last dimension, computed in f32.
+/// `x / sqrt(mean(x²) + eps) * scale` over the last dimension, computed in f32.
 #[derive(Debug, Clone)]
 pub(crate) struct RmsNorm {
-    /// `1 + w`, `[dim]` in f32: the sum has more digits than a bf16 weight can hold.
+    /// The weight, or `1 + weight`, `[dim]` in f32: the sum has more digits than a bf16 weight can hold.
     pub scale: Tensor,
     pub eps: f32,
 }
 
 impl RmsNorm {
     /// Reads `weight [dim]` at `vb`.
-    pub(crate) fn load(dim: usize, eps: f64, vb: VarBuilder) -> Result<Self> {
+    pub(crate) fn load(dim: usize, config: &ModelConfig, vb: VarBuilder) -> Result<Self> {
         let weight = vb.get_with_hints_dtype(dim, "weight", Default::default(), DType::F32)?;
-        Ok(Self { scale: (weight + 1.0)?, eps: eps as f32 })
+        let scale = if config.zero_centred_norms { (weight + 1.0)? } else { weight };
+        Ok(Self { scale, eps: config.rms_norm_eps as f32 })
     }
 
     /// `x [.., dim]` to the same shape and dtype. The launch may overlap: no kernel of a pass writes a scale.

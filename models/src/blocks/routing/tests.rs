@@ -7,6 +7,7 @@ fn cfg(n: usize, k: usize, norm: bool) -> MoeConfig {
         intermediate_size: 1,
         shared_intermediate_size: 0,
         norm_topk_prob: norm,
+        shared_gate: true,
     }
 }
 

@@ -13,7 +13,7 @@ const OP: &str = "SequenceSnapshot";
 
 impl SequenceSnapshot {
     /// Copies on the host, by name: `conv.{i}` and `recurrent.{i}` of Gated DeltaNet layer `i`, shaped as in
-    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`; and `fingerprint`, i64 `[2]`: a hash of
+    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`, with a window of its last tokens; and `fingerprint`, i64 `[2]`: a hash of
     /// the model's configuration and dtype, and one of the tokens.
     ///
     /// # Errors
@@ -30,14 +30,17 @@ impl SequenceSnapshot {
             tensors.insert(format!("conv.{i}"), state.conv().to_device(&Device::Cpu)?);
             tensors.insert(format!("recurrent.{i}"), state.recurrent().to_device(&Device::Cpu)?);
         }
-        for i in 0..self.segments.first().map_or(0, |segment| segment.layers.len()) {
+        for (i, window) in self.windows.iter().enumerate().filter(|_| !self.segments.is_empty()) {
+            let kept = window.map_or(self.len, |window| window.min(self.len));
             for (part, name) in ["k", "v"].into_iter().enumerate() {
                 let on_host = |segment: &Arc<KvSegment>| {
                     let tensor = &segment.layers[i][part];
                     segment.thread.reading(tensor.device(), || tensor.to_device(&Device::Cpu))
                 };
                 let segments = self.segments.iter().map(on_host).collect::<Result<Vec<_>>>()?;
-                tensors.insert(format!("{name}.{i}"), Tensor::cat(&segments, 2)?);
+                let all = Tensor::cat(&segments, 2)?;
+                let last = all.narrow(2, all.dim(2)? - kept, kept)?.contiguous()?;
+                tensors.insert(format!("{name}.{i}"), last);
             }
         }
         Ok(tensors)
@@ -80,16 +83,18 @@ impl CausalLm {
         };
         let states = self.gated_delta_nets().enumerate().map(state).collect::<Result<Vec<_>>>()?;
         let shape = self.cache_shape(len);
-        let layer = |i: usize| -> Result<[Tensor; 2]> {
-            let zeros = || Tensor::zeros((1, shape.kv_heads, len, shape.head_dim), shape.dtype, &self.device);
+        let windows: Vec<_> = self.attention_windows().collect();
+        let layer = |(i, window): (usize, &Option<usize>)| -> Result<[Tensor; 2]> {
+            let dims = (1, shape.kv_heads, window.map_or(len, |window| window.min(len)), shape.head_dim);
+            let zeros = || Tensor::zeros(dims, shape.dtype, &self.device);
             let (k, v) = (zeros()?, zeros()?);
             put(&k, format!("k.{i}"))?;
             put(&v, format!("v.{i}"))?;
             Ok([k, v])
         };
-        let layers = (0..self.layers.len() - states.len()).map(layer).collect::<Result<Vec<_>>>()?;
+        let layers = windows.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
         let segment = KvSegment { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
         let segments = if segment.layers.is_empty() { Vec::new() } else { vec![Arc::new(segment)] };
-        Ok(SequenceSnapshot { model: self.id, model_hash, len, hash, states, head: None, segments })
+        Ok(SequenceSnapshot { model: self.id, model_hash, len, hash, states, head: None, segments, windows })
     }
 }

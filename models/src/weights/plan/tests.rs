@@ -27,6 +27,7 @@ fn experts() {
         intermediate_size: inner,
         shared_intermediate_size: shared,
         norm_topk_prob: true,
+        shared_gate: true,
     };
     for (cfg, hidden, dtype, supported) in [
         (cfg(256, 8, 512, 512), 2048, DType::BF16, true),

@@ -6,7 +6,7 @@ use super::chunk::{Backward, Forward, Gradients, Kept};
 use super::tokens::{Decays, Prepare, Sizes, Tokens, CHUNK};
 use crate::rule::cpu::kernel::Rule;
 use candle_gdn_core::cpu::simd::dispatch;
-use candle_gdn_core::cpu::{parallel, Element, Heads, Shared};
+use candle_gdn_core::cpu::{parallel, prefetch, Element, Heads, Pages, Shared};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -41,11 +41,15 @@ impl<T: Element> RuleBackward<'_, T> {
     pub fn run(&self, out: Output<'_, T>) {
         let sizes = self.rule.sizes;
         let (tokens, count) = (self.rule.seqs.total_tokens(), self.rule.seqs.count);
+        let longest = (0..count).map(|n| self.rule.seqs.range(n).1).max().unwrap_or(0);
+        let heads = sizes.value_heads / sizes.key_heads;
+        let state = Sizes::new(sizes.key_dim, sizes.value_dim).state();
+        let per_segment = (KEPT_BYTES / (4 * heads * state)).clamp(1, longest.div_ceil(CHUNK).max(1));
         let parts = Parts { qkv: Shared::new(out.qkv), gates: Shared::new(out.gates), state: Shared::new(out.state) };
         let rooms = Mutex::default();
         let work = 4 * sizes.key_dim * sizes.value_dim * tokens.div_ceil(count.max(1));
         parallel(count * sizes.key_heads, work, |task| {
-            Group::new(self, task / sizes.key_heads, task % sizes.key_heads).run(&parts, &rooms);
+            Group::new(self, task / sizes.key_heads, task % sizes.key_heads).run(per_segment, &parts, &rooms);
         });
     }
 }
@@ -145,14 +149,13 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
         start..start + self.heads * size
     }
 
-    fn run(&self, parts: &Parts<'_, T>, rooms: &Mutex<Vec<Room>>) {
+    fn run(&self, per_segment: usize, parts: &Parts<'_, T>, rooms: &Mutex<Vec<Room>>) {
         let Sizes { key_dim, keys, .. } = self.sizes;
         let mut d_states = self.padded(self.call.d_last);
         let chunks = self.tokens.div_ceil(CHUNK);
         if chunks > 0 {
-            let per_segment = (KEPT_BYTES / (4 * self.heads * self.sizes.state())).clamp(1, chunks);
-            let mut room = lock(rooms).pop().unwrap_or_else(|| Room::new(self.sizes));
-            room.reserve(per_segment * self.heads);
+            let room = lock(rooms).pop();
+            let mut room = room.unwrap_or_else(|| Room::new(self.sizes, per_segment * self.heads));
             let begins = self.segments(chunks, per_segment, &mut room);
             for (segment, begin) in begins.iter().enumerate().rev() {
                 let range = segment * per_segment..chunks.min((segment + 1) * per_segment);
@@ -175,9 +178,9 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     fn forward(&self, chunks: Range<usize>, room: &mut Room) {
         let (size, rows) = (self.sizes.state(), CHUNK * self.sizes.values);
         for (i, chunk) in chunks.clone().enumerate() {
-            self.load_keys(chunk, false, &mut room.tokens);
+            self.load_keys((chunk, Some(chunk + 1)), false, &mut room.tokens);
             for g in 0..self.heads {
-                self.load_values(chunk, g, &mut room.tokens);
+                self.load_values((chunk, Some(chunk + 1)), g, &mut room.tokens);
                 let (at, next) = (i * self.heads + g, (i + 1) * self.heads + g);
                 let end = (next * size).min(room.states.len()); // there is none after the last
                 let (known, later) = room.states.split_at_mut(end);
@@ -195,11 +198,12 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     fn backward(&self, chunk: usize, i: usize, d_states: &mut [f32], room: &mut Room, parts: &Parts<'_, T>) {
         let (size, rows) = (self.sizes.state(), CHUNK * self.sizes.values);
         let Room { tokens, states, p, u, out, d_qk } = room;
-        self.load_keys(chunk, true, tokens);
+        let chunks = (chunk, chunk.checked_sub(1));
+        self.load_keys(chunks, true, tokens);
         d_qk.fill(0.0);
         for (g, d_state) in d_states.chunks_exact_mut(size).enumerate() {
-            self.load_values(chunk, g, tokens);
-            self.load_d_o(chunk, g, tokens);
+            self.load_values(chunks, g, tokens);
+            self.load_d_o(chunks, g, tokens);
             let at = i * self.heads + g;
             let (state, p, u) = (&states[at * size..][..size], &p[at * rows..][..rows], &u[at * rows..][..rows]);
             dispatch(Backward { tokens, state, p, u, d_state, out });
@@ -218,9 +222,9 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
             let first = (begins.len() - 1) * per_segment;
             let mut states = begins[begins.len() - 1].clone();
             for chunk in first..first + per_segment {
-                self.load_keys(chunk, false, &mut room.tokens);
+                self.load_keys((chunk, Some(chunk + 1)), false, &mut room.tokens);
                 for (g, state) in states.chunks_exact_mut(next.len()).enumerate() {
-                    self.load_values(chunk, g, &mut room.tokens);
+                    self.load_values((chunk, Some(chunk + 1)), g, &mut room.tokens);
                     let kept = Kept { p: &mut p, u: &mut u };
                     dispatch(Forward { tokens: &mut room.tokens, state, kept, next: Some(&mut next) });
                     state.copy_from_slice(&next);
@@ -236,8 +240,15 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
         Some(chunk * CHUNK + i).filter(|t| *t < self.tokens)
     }
 
-    /// The keys of a chunk, and where they are wanted the queries, with what the value heads share of them.
-    fn load_keys(&self, chunk: usize, queries: bool, tokens: &mut Tokens) {
+    /// Prefetches a head's rows of a chunk. They lie a whole token apart, each on pages of its own, where no hardware prefetches.
+    fn prefetch(&self, chunk: Option<usize>, heads: &Heads<'_, T>, (head, dim): (usize, usize)) {
+        let tokens = chunk.into_iter().flat_map(|chunk| (0..CHUNK).filter_map(move |i| self.token(chunk, i)));
+        tokens.for_each(|t| prefetch(heads.row(self.n, self.first + t, head, dim)));
+    }
+
+    /// The keys of a chunk (before another one, which is loaded next), and where they are wanted the queries, with what the value
+    /// heads share of them.
+    fn load_keys(&self, (chunk, next): (usize, Option<usize>), queries: bool, tokens: &mut Tokens) {
         let (rule, Sizes { key_dim, keys, .. }) = (&self.call.rule, self.sizes);
         for i in 0..CHUNK {
             let t = self.token(chunk, i);
@@ -253,12 +264,16 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 load(&rule.q, i, rule.scale);
             }
         }
+        self.prefetch(next, &rule.k, (self.key_head, key_dim));
+        if queries {
+            self.prefetch(next, &rule.q, (self.key_head, key_dim));
+        }
         dispatch(Prepare { tokens, queries });
     }
 
     /// The values and gates of a value head.
     #[allow(clippy::needless_range_loop)] // three arrays and a tensor
-    fn load_values(&self, chunk: usize, g: usize, tokens: &mut Tokens) {
+    fn load_values(&self, (chunk, next): (usize, Option<usize>), g: usize, tokens: &mut Tokens) {
         let (rule, Sizes { value_dim, values, .. }) = (&self.call.rule, self.sizes);
         let mut log_decays = [0.0; CHUNK];
         for i in 0..CHUNK {
@@ -275,11 +290,12 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 }
             }
         }
+        self.prefetch(next, &rule.v, (self.head(g), value_dim));
         tokens.decays = Decays::new(&log_decays);
     }
 
     /// The gradient of a value head's o.
-    fn load_d_o(&self, chunk: usize, g: usize, tokens: &mut Tokens) {
+    fn load_d_o(&self, (chunk, next): (usize, Option<usize>), g: usize, tokens: &mut Tokens) {
         let Sizes { value_dim, values, .. } = self.sizes;
         for (i, d_o) in tokens.d_op[..CHUNK * values].chunks_exact_mut(values).enumerate() {
             let d_o = &mut d_o[..value_dim];
@@ -288,6 +304,7 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 None => d_o.fill(0.0),
             }
         }
+        self.prefetch(next, &self.call.d_o, (self.head(g), value_dim));
     }
 
     /// Columns of qkv.
@@ -334,31 +351,21 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
 /// before it is read.
 struct Room {
     tokens: Tokens,
-    states: Vec<f32>,
-    p: Vec<f32>,
-    u: Vec<f32>,
+    states: Pages<f32>,
+    p: Pages<f32>,
+    u: Pages<f32>,
     out: Gradients,
     /// Of all heads so far, as [`Gradients::qk`].
     d_qk: Vec<f32>,
 }
 
 impl Room {
-    fn new(sizes: Sizes) -> Self {
-        let [states, p, u] = [(); 3].map(|()| vec![]);
+    /// For so many chunks of a head.
+    fn new(sizes: Sizes, chunks: usize) -> Self {
+        let [states, p, u] =
+            [sizes.state(), CHUNK * sizes.values, CHUNK * sizes.values].map(|n| Pages::zeroed(chunks * n));
         let d_qk = vec![0.0; 2 * CHUNK * sizes.keys];
         Self { tokens: Tokens::new(sizes), states, p, u, out: Gradients::new(sizes), d_qk }
-    }
-
-    /// For the chunks of so many heads.
-    fn reserve(&mut self, chunks: usize) {
-        let sizes = self.tokens.sizes;
-        for (data, len) in [
-            (&mut self.states, sizes.state()),
-            (&mut self.p, CHUNK * sizes.values),
-            (&mut self.u, CHUNK * sizes.values),
-        ] {
-            data.resize(data.len().max(chunks * len), 0.0);
-        }
     }
 }
 

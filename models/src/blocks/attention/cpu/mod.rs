@@ -1,9 +1,11 @@
-//! Causal softmax attention over a cache, with norms and rotary positions on queries and keys and a gate on the output.
+//! Causal softmax attention over a cache, with norms and rotary positions on queries and keys and a gate on the output, each where the
+//! model has it.
 //!
 //! Keys and values are taken a block at a time with a running maximum and sum (Milakov and Gimelshein, arXiv 1805.02867), so
 //! that memory does not grow with the context. The cache holds the keys in panels of [`PANEL`] tokens, `[token / PANEL, dim,
 //! PANEL]`: scores and outputs are then both products that add whole vectors, as in [`candle_gdn_core::cpu::matmul`].
 
+use super::kv_cache::{capacity, new_tokens};
 use crate::blocks::norm::cpu::norm_row;
 use candle_gdn_core::cpu::matmul::PANEL;
 use candle_gdn_core::cpu::simd::dispatch;
@@ -30,9 +32,11 @@ pub(crate) struct Shape {
     /// Divides `heads`.
     pub kv_heads: usize,
     pub dim: usize,
+    /// Tokens that a token sees, itself included; `None`: all before it.
+    pub window: Option<usize>,
 }
 
-/// Keys and values of one sequence's tokens so far.
+/// Keys and values of one sequence's tokens so far; with a window, of the last ones: token `t` is in row `t % capacity`.
 #[derive(Debug)]
 pub(crate) struct Cache<T> {
     /// `[kv_heads, capacity / PANEL, dim, PANEL]`
@@ -55,17 +59,20 @@ impl<T: Element> Cache<T> {
         self.shape.dim.next_multiple_of(PANEL)
     }
 
-    /// Makes room for `tokens` in all, at least by doubling but with no more than `max_tokens` in mind.
+    /// Makes room for `tokens` in all, at least by doubling but with no more than `max_tokens` in mind. No row moves: a ring
+    /// wraps at its greatest capacity only.
     fn reserve(&mut self, tokens: usize, max_tokens: usize) {
         const FIRST: usize = 256;
+        let most = capacity(self.shape.window, max_tokens.max(tokens));
+        let tokens = tokens.min(most);
         if tokens <= self.capacity {
             return;
         }
-        let capacity = tokens.next_power_of_two().max(FIRST).min(max_tokens.max(tokens)).next_multiple_of(PANEL);
+        let capacity = tokens.next_power_of_two().max(FIRST).min(most).next_multiple_of(PANEL);
         let heads = self.shape.kv_heads;
         let grow = |old: &[T], row: usize| {
             let mut new = vec![T::ZERO; heads * capacity * row];
-            let used = self.len.next_multiple_of(PANEL) * row;
+            let used = self.len.next_multiple_of(PANEL).min(self.capacity) * row;
             for h in 0..heads {
                 new[h * capacity * row..][..used].copy_from_slice(&old[h * self.capacity * row..][..used]);
             }
@@ -80,6 +87,11 @@ impl<T: Element> Cache<T> {
         self.capacity = capacity;
     }
 
+    /// The first token that token `token` sees.
+    fn first_seen(&self, token: usize) -> usize {
+        self.shape.window.map_or(0, |window| (token + 1).saturating_sub(window))
+    }
+
     /// The keys and values of a head.
     fn head(&self, index: usize) -> (&[T], &[T]) {
         let (keys, values) = (self.capacity * self.shape.dim, self.capacity * self.padded_dim());
@@ -90,8 +102,8 @@ impl<T: Element> Cache<T> {
 /// Norm and rotation of queries or keys.
 #[derive(Clone, Copy)]
 pub(crate) struct Positions<'a> {
-    pub q_scale: &'a [f32],
-    pub k_scale: &'a [f32],
+    /// Of queries and of keys; none where these come normed.
+    pub scales: Option<[&'a [f32]; 2]>,
     pub eps: f32,
     /// `[tokens, pairs]`: of value `i` and value `i + pairs` of each head.
     pub cos: &'a [f32],
@@ -100,10 +112,13 @@ pub(crate) struct Positions<'a> {
 }
 
 impl Positions<'_> {
-    /// Norm of a head, then rotation to the position of the call's token `t`.
+    /// Norm of a head of the queries (0) or keys (1), then rotation to the position of the call's token `t`.
     #[inline(always)]
-    fn apply(&self, x: &[f32], scale: &[f32], t: usize, out: &mut [f32]) {
-        norm_row(x, scale, self.eps, out);
+    fn apply(&self, x: &[f32], which: usize, t: usize, out: &mut [f32]) {
+        match self.scales {
+            Some(scales) => norm_row(x, scales[which], self.eps, out),
+            None => out.copy_from_slice(x),
+        }
         let (cos, sin) = (&self.cos[t * self.pairs..][..self.pairs], &self.sin[t * self.pairs..][..self.pairs]);
         let (first, rest) = out.split_at_mut(self.pairs);
         for (((a, b), c), s) in first.iter_mut().zip(rest).zip(cos).zip(sin) {
@@ -114,8 +129,9 @@ impl Positions<'_> {
 
 /// The next tokens of a sequence.
 pub(crate) struct Attention<'a> {
-    /// `[tokens, heads, q and gate]`; empty where the tokens are only appended.
+    /// `[tokens, heads, q and gate]`, or without gates `[tokens, heads, q]`; empty where the tokens are only appended.
     pub q_gate: &'a [f32],
+    pub gated: bool,
     /// `[tokens, kv_heads, dim]`
     pub k: &'a [f32],
     pub v: &'a [f32],
@@ -129,7 +145,7 @@ pub(crate) struct Attention<'a> {
 pub(crate) struct Call<'a, T> {
     pub attention: Attention<'a>,
     pub cache: &'a mut Cache<T>,
-    /// `sigmoid(gate) * attention`, `[tokens, heads, dim]`; empty where the tokens are only appended.
+    /// `sigmoid(gate) * attention`, or attention, `[tokens, heads, dim]`; empty where the tokens are only appended.
     pub out: &'a mut [f32],
 }
 
@@ -150,7 +166,8 @@ struct Plan<'a, T> {
     /// Tokens of a block of queries, and how many blocks there are.
     block: usize,
     blocks: usize,
-    /// Keys of a part, and how many parts there are.
+    /// The first key that is read, keys of a part from there on, and how many parts there are.
+    first_key: usize,
     split: usize,
     splits: usize,
     /// Tasks of the plans before.
@@ -162,9 +179,10 @@ impl<'a, T: Element> Plan<'a, T> {
         let block = QUERIES.div_ceil(cache.shape.heads / cache.shape.kv_heads).min(attention.tokens).max(1);
         let blocks = attention.tokens.div_ceil(block);
         // A single block of queries would leave a long context to as many threads as there are key heads.
-        let splits = if blocks == 1 { cache.len.div_ceil(SPLIT) } else { 1 };
-        let split = if splits == 1 { cache.len } else { SPLIT };
-        Self { attention, cache, out: Shared::new(out), block, blocks, split, splits, first }
+        let first_key = cache.first_seen(cache.len - attention.tokens) / PANEL * PANEL;
+        let splits = if blocks == 1 { (cache.len - first_key).div_ceil(SPLIT) } else { 1 };
+        let split = if splits == 1 { cache.len - first_key } else { SPLIT };
+        Self { attention, cache, out: Shared::new(out), block, blocks, first_key, split, splits, first }
     }
 
     fn tasks(&self) -> usize {
@@ -173,8 +191,9 @@ impl<'a, T: Element> Plan<'a, T> {
 
     /// Elementary steps of a task.
     fn work(&self) -> usize {
-        let Shape { heads, kv_heads, dim, .. } = self.cache.shape;
-        2 * self.block * (heads / kv_heads) * dim * self.split.min(self.cache.len - self.attention.tokens / 2)
+        let Shape { heads, kv_heads, dim, window } = self.cache.shape;
+        let seen = window.map_or(self.split, |window| self.split.min(window.saturating_add(self.block)));
+        2 * self.block * (heads / kv_heads) * dim * seen.min(self.cache.len - self.attention.tokens / 2)
     }
 
     /// Values of a partial output.
@@ -197,7 +216,7 @@ impl<'a, T: Element> Plan<'a, T> {
             cache: self.cache,
             head,
             tokens: first..self.attention.tokens.min(first + self.block),
-            keys: part * self.split..self.cache.len.min((part + 1) * self.split),
+            keys: self.first_key + part * self.split..self.cache.len.min(self.first_key + (part + 1) * self.split),
         };
         let out = match self.splits {
             1 => Destination::Final(&self.out),
@@ -221,11 +240,38 @@ impl<'a, T: Element> Plan<'a, T> {
     }
 }
 
-/// Appends the tokens of each call to its cache and, where it has queries, computes their attention. The tasks of all calls
-/// are divided together: a batch of short ones wakes the threads once.
+impl<T: Element> Call<'_, T> {
+    /// Tokens of a round: all, or as many as a ring has room for beside the window.
+    fn round_tokens(&self) -> usize {
+        self.cache.shape.window.map_or(self.attention.tokens, new_tokens).max(1)
+    }
+
+    fn rounds(&self) -> usize {
+        self.attention.tokens.div_ceil(self.round_tokens())
+    }
+
+    fn round(&mut self, index: usize) -> Option<Call<'_, T>> {
+        let start = index * self.round_tokens();
+        let tokens = start..self.attention.tokens.min(start + self.round_tokens());
+        let width = self.out.len() / self.attention.tokens.max(1);
+        let out = self.out.get_mut(tokens.start * width..tokens.end * width).filter(|_| !tokens.is_empty())?;
+        Some(Call { attention: self.attention.part(tokens), cache: self.cache, out })
+    }
+}
+
+/// Appends the tokens of each call to its cache and, where it has queries, computes their attention.
 pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
-    for Call { attention, cache, out } in &mut calls {
+    for Call { attention, cache, out } in &calls {
         attention.check(cache.shape, out);
+    }
+    for round in 0..calls.iter().map(Call::rounds).max().unwrap_or(0) {
+        run_round(calls.iter_mut().filter_map(|call| call.round(round)).collect());
+    }
+}
+
+/// The tasks of all calls are divided together: a batch of short ones wakes the threads once.
+fn run_round<T: Element>(mut calls: Vec<Call<'_, T>>) {
+    for Call { attention, cache, .. } in &mut calls {
         attention.append(cache);
     }
     calls.retain(|call| !call.out.is_empty());
@@ -246,11 +292,24 @@ pub(crate) fn run_all<T: Element>(mut calls: Vec<Call<'_, T>>) {
     plans.iter().zip(&partials).for_each(|(plan, partials)| plan.merge(partials));
 }
 
-impl Attention<'_> {
-    fn check(&self, Shape { heads, kv_heads, dim }: Shape, out: &[f32]) {
+impl<'a> Attention<'a> {
+    fn check(&self, Shape { heads, kv_heads, dim, .. }: Shape, out: &[f32]) {
         let (queries, keys) = (self.tokens * heads * dim, self.tokens * kv_heads * dim);
-        assert!(out.is_empty() && self.q_gate.is_empty() || out.len() == queries && self.q_gate.len() == 2 * queries);
+        let rows = if self.gated { 2 * queries } else { queries };
+        assert!(out.is_empty() && self.q_gate.is_empty() || out.len() == queries && self.q_gate.len() == rows);
         assert_eq!((self.k.len(), self.v.len()), (keys, keys));
+    }
+
+    /// Some of its tokens.
+    fn part(&self, tokens: Range<usize>) -> Self {
+        let rows = |x: &'_ [f32]| -> Range<usize> {
+            let width = x.len() / self.tokens;
+            tokens.start * width..tokens.end * width
+        };
+        let Positions { cos, sin, .. } = self.positions;
+        let positions = Positions { cos: &cos[rows(cos)], sin: &sin[rows(sin)], ..self.positions };
+        let (q_gate, k, v) = (&self.q_gate[rows(self.q_gate)], &self.k[rows(self.k)], &self.v[rows(self.v)]);
+        Self { q_gate, gated: self.gated, k, v, positions, tokens: tokens.len(), max_tokens: self.max_tokens }
     }
 
     fn append<T: Element>(&self, cache: &mut Cache<T>) {
@@ -258,21 +317,23 @@ impl Attention<'_> {
         let Cache { capacity, len, shape: Shape { kv_heads, dim, .. }, .. } = *cache;
         let padded = cache.padded_dim();
         let (keys, values) = (Shared::new(&mut cache.keys), Shared::new(&mut cache.values));
-        // A panel of keys belongs to one task.
+        // A panel of keys belongs to one task. With a window the call has no more tokens than there is room for beside it, so that
+        // no two of its panels are one in the ring.
         let panels = len / PANEL..(len + self.tokens).div_ceil(PANEL);
         parallel(kv_heads * panels.len(), 4 * self.tokens.min(PANEL) * dim, |task| {
             let (head, panel) = (task / panels.len(), panels.start + task % panels.len());
             let first = len.max(panel * PANEL);
             let tokens = first..(len + self.tokens).min((panel + 1) * PANEL);
+            let row = first % capacity;
             // SAFETY: each task owns its panel of keys and the rows of its values.
             let (keys, values) = unsafe {
                 (
-                    keys.part((head * capacity + panel * PANEL) * dim, PANEL * dim),
-                    values.part((head * capacity + first) * padded, tokens.len() * padded),
+                    keys.part((head * capacity + row / PANEL * PANEL) * dim, PANEL * dim),
+                    values.part((head * capacity + row) * padded, tokens.len() * padded),
                 )
             };
             let new = tokens.start - len..tokens.end - len;
-            dispatch(Append { attention: self, kv_heads, head, new, column: first % PANEL, keys, values, padded });
+            dispatch(Append { attention: self, kv_heads, head, new, column: first % PANEL, keys, values, dim, padded });
         });
         cache.len += self.tokens;
     }
@@ -288,6 +349,7 @@ struct Append<'a, 'b, T> {
     column: usize,
     keys: &'a mut [T],
     values: &'a mut [T],
+    dim: usize,
     padded: usize,
 }
 
@@ -297,11 +359,11 @@ impl<T: Element> WithSimd for Append<'_, '_, T> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) {
         let Attention { k, v, positions, .. } = self.attention;
-        let dim = positions.k_scale.len();
+        let dim = self.dim;
         let mut key = vec![0f32; dim];
         for (i, t) in self.new.enumerate() {
             let row = (t * self.kv_heads + self.head) * dim;
-            positions.apply(&k[row..][..dim], positions.k_scale, t, &mut key);
+            positions.apply(&k[row..][..dim], 1, t, &mut key);
             let value = &mut self.values[i * self.padded..][..dim];
             value.iter_mut().zip(&v[row..][..dim]).for_each(|(dst, &x)| *dst = T::from_f32(x));
             mark_unfinite(&mut key, value);

@@ -32,19 +32,27 @@ impl<T: Element> Queries<'_, '_, T> {
         (t, t * self.cache.shape.heads + self.head * self.group() + i % self.group())
     }
 
-    /// How many of the keys query `i` sees, itself included.
+    /// The end of the keys that query `i` sees: after its own.
     fn seen(&self, i: usize) -> usize {
         self.cache.len - self.attention.tokens + self.place(i).0 + 1
+    }
+
+    /// The first key that query `i` sees.
+    fn first_seen(&self, i: usize) -> usize {
+        self.cache.first_seen(self.seen(i) - 1)
     }
 
     /// Writes query `i`, divided by `total` and gated.
     #[inline(always)]
     fn store(&self, i: usize, o: &[f32], total: f32, out: &Shared<'_, f32>) {
         let (dim, (_, head)) = (self.cache.shape.dim, self.place(i));
-        let gate = &self.attention.q_gate[(2 * head + 1) * dim..][..dim];
+        let factor = 1.0 / total;
         // SAFETY: each query has one task.
         let out = unsafe { out.part(head * dim, dim) };
-        let factor = 1.0 / total;
+        if !self.attention.gated {
+            return out.iter_mut().zip(o).for_each(|(out, o)| *out = o * factor);
+        }
+        let gate = &self.attention.q_gate[(2 * head + 1) * dim..][..dim];
         out.iter_mut().zip(o).zip(gate).for_each(|((out, o), g)| *out = o * factor * sigmoid(*g));
     }
 }
@@ -99,13 +107,16 @@ impl<T: Element> QueriesTask<'_, '_, '_, T> {
         let (attention, scale) = (queries.attention, (dim as f32).powf(-0.5));
         for (i, q) in ws.q.chunks_exact_mut(dim).enumerate() {
             let (t, head) = queries.place(i);
-            let src = &attention.q_gate[2 * head * dim..][..dim];
-            attention.positions.apply(src, attention.positions.q_scale, t, q);
+            let columns = if attention.gated { 2 * dim } else { dim };
+            attention.positions.apply(&attention.q_gate[head * columns..][..dim], 0, t, q);
             q.iter_mut().for_each(|q| *q *= scale);
         }
-        let end = queries.keys.end.min(queries.seen(count - 1));
-        for start in (queries.keys.start..end).step_by(BLOCK) {
-            let keys = start..end.min(start + BLOCK);
+        let (capacity, end) = (queries.cache.capacity, queries.keys.end.min(queries.seen(count - 1)));
+        let mut start = queries.keys.start.max(queries.first_seen(0) / PANEL * PANEL);
+        while start < end {
+            // Whole panels, none past the end of a ring.
+            let keys = start..end.min(start + BLOCK).min((start / capacity + 1) * capacity);
+            start = keys.end;
             let mut i = 0;
             while count - i >= M {
                 tile::<S, T, M, N, 1>(simd, &queries, &mut ws, i, keys.clone());
@@ -150,9 +161,10 @@ fn tile<S: Simd, T: Element, const M: usize, const N: usize, const U: usize>(
     let (dim, padded) = (queries.cache.shape.dim, queries.cache.padded_dim());
     let (key_panels, values) = queries.cache.head(queries.head);
     let keys = keys.start..keys.end.min(queries.seen(i + M - 1));
-    if keys.is_empty() {
+    if keys.is_empty() || keys.end <= queries.first_seen(i) {
         return;
     }
+    let row = keys.start % queries.cache.capacity;
     let zero = [[simd.splat_f32s(0.0); N]; M];
     let lanes = N * S::F32_LANES;
 
@@ -162,7 +174,7 @@ fn tile<S: Simd, T: Element, const M: usize, const N: usize, const U: usize>(
     }
     let scores = &mut ws.scores[i * BLOCK..(i + M) * BLOCK];
     for column in (0..keys.len()).step_by(lanes) {
-        let token = keys.start + column;
+        let token = row + column;
         let panel = &key_panels[token / PANEL * PANEL * dim..][..PANEL * dim];
         let mut sums = zero;
         add_products::<S, T, M, N, U>(simd, q, panel, (PANEL, token % PANEL), &mut sums);
@@ -173,7 +185,10 @@ fn tile<S: Simd, T: Element, const M: usize, const N: usize, const U: usize>(
     for m in 0..M {
         let (max, total) = &mut ws.running[i + m];
         let scores = &mut scores[m * BLOCK..][..keys.len()];
-        let (scores, later) = scores.split_at_mut(queries.seen(i + m).saturating_sub(keys.start).min(scores.len()));
+        let column = |key: usize| key.saturating_sub(keys.start).min(keys.len());
+        let (scores, later) = scores.split_at_mut(column(queries.seen(i + m)));
+        let (earlier, scores) = scores.split_at_mut(column(queries.first_seen(i + m)));
+        earlier.fill(0.0);
         later.fill(0.0);
         if scores.is_empty() {
             continue;
@@ -190,7 +205,7 @@ fn tile<S: Simd, T: Element, const M: usize, const N: usize, const U: usize>(
     for (m, p) in p.iter_mut().enumerate() {
         *p = &scores[m * BLOCK..][..keys.len()];
     }
-    let values = &values[keys.start * padded..keys.end * padded];
+    let values = &values[row * padded..][..keys.len() * padded];
     for column in (0..padded).step_by(lanes) {
         let mut sums = zero;
         for (m, sums) in sums.iter_mut().enumerate() {

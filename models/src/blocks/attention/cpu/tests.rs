@@ -24,7 +24,7 @@ struct Case {
 
 impl Case {
     fn new(batch: usize, shape: Shape, pairs: usize, tokens: usize) -> Self {
-        let Shape { heads, kv_heads, dim } = shape;
+        let Shape { heads, kv_heads, dim, .. } = shape;
         let rows = batch * tokens;
         Self {
             batch,
@@ -43,17 +43,17 @@ impl Case {
 
     /// The call of `tokens` tokens of a sequence from `start` on.
     fn attention(&self, sequence: usize, start: usize, tokens: usize) -> Attention<'_> {
-        let Shape { heads, kv_heads, dim } = self.shape;
+        let Shape { heads, kv_heads, dim, .. } = self.shape;
         let rows =
             |width: usize| (sequence * self.tokens + start) * width..(sequence * self.tokens + start + tokens) * width;
         let angles = start * self.pairs..(start + tokens) * self.pairs;
         Attention {
             q_gate: &self.q_gate[rows(heads * 2 * dim)],
+            gated: true,
             k: &self.k[rows(kv_heads * dim)],
             v: &self.v[rows(kv_heads * dim)],
             positions: Positions {
-                q_scale: &self.q_scale,
-                k_scale: &self.k_scale,
+                scales: Some([&self.q_scale, &self.k_scale]),
                 eps: 1e-6,
                 cos: &self.cos[angles.clone()],
                 sin: &self.sin[angles],
@@ -98,7 +98,7 @@ impl Case {
 
     /// The definition.
     fn naive(&self) -> Vec<f32> {
-        let Shape { heads, kv_heads, dim } = self.shape;
+        let Shape { heads, kv_heads, dim, window } = self.shape;
         let mut out = Vec::new();
         for b in 0..self.batch {
             let row = |t: usize| b * self.tokens + t;
@@ -114,11 +114,12 @@ impl Case {
                         let dot: f64 = q.iter().zip(&keys[j * kv_heads + g]).map(|(q, k)| q * k).sum();
                         (dot / (dim as f64).sqrt()).exp()
                     };
-                    let weights: Vec<f64> = (0..=t).map(score).collect();
+                    let first = window.map_or(0, |window| (t + 1).saturating_sub(window));
+                    let weights: Vec<f64> = (first..=t).map(score).collect();
                     let total: f64 = weights.iter().sum();
                     for c in 0..dim {
                         let v = |j: usize| f64::from(self.v[(row(j) * kv_heads + g) * dim + c]);
-                        let o: f64 = weights.iter().enumerate().map(|(j, w)| w / total * v(j)).sum();
+                        let o: f64 = weights.iter().enumerate().map(|(j, w)| w / total * v(first + j)).sum();
                         out.push((o / (1.0 + f64::from(-q_gate[dim + c]).exp())) as f32);
                     }
                 }
@@ -140,7 +141,7 @@ fn is_the_definition_however_the_tokens_come() {
     for (batch, heads, kv_heads, dim, pairs, tokens) in
         [(1, 4, 2, 8, 2, 70), (2, 3, 1, 33, 16, 40), (1, 2, 2, 64, 32, 200), (3, 6, 2, 5, 0, 9), (1, 64, 1, 4, 1, 33)]
     {
-        let case = Case::new(batch, Shape { heads, kv_heads, dim }, pairs, tokens);
+        let case = Case::new(batch, Shape { heads, kv_heads, dim, window: None }, pairs, tokens);
         let want = case.naive();
         let ones = vec![1; tokens];
         let uneven = [1, tokens - 8, 0, 5, 2];
@@ -155,16 +156,110 @@ fn is_the_definition_however_the_tokens_come() {
 #[test]
 fn a_long_context_in_parts() {
     let tokens = 2 * SPLIT + 200;
-    let case = Case::new(2, Shape { heads: 2, kv_heads: 1, dim: 6 }, 3, tokens);
+    let case = Case::new(2, Shape { heads: 2, kv_heads: 1, dim: 6, window: None }, 3, tokens);
     let want = case.naive();
     for parts in [&[tokens][..], &[tokens - 3, 1, 2], &[SPLIT, 20, tokens - SPLIT - 20]] {
         assert_close(&case.run::<f32>(parts), &want, 2e-6);
     }
 }
 
+/// Some turns of the ring.
+#[test]
+fn a_window_is_the_definition_however_the_tokens_come() {
+    for (batch, heads, kv_heads, dim, tokens) in [(1, 4, 2, 8, 330), (2, 3, 1, 33, 290), (1, 2, 2, 64, 200)] {
+        for window in [1, 7, 40, tokens + 9] {
+            let shape = Shape { heads, kv_heads, dim, window: Some(window) };
+            let case = Case::new(batch, shape, dim / 4, tokens);
+            let want = case.naive();
+            let ones = vec![1; tokens];
+            let uneven = [1, 0, 5, 2, tokens - 81, 64, 9];
+            for parts in [&[tokens][..], &ones, &uneven] {
+                assert_close(&case.run::<f32>(parts), &want, 2e-6);
+                assert_close(&case.run::<f16>(parts), &want, 2e-3);
+                assert_close(&case.run::<bf16>(parts), &want, 2e-2);
+            }
+        }
+    }
+}
+
+#[test]
+fn a_long_window_in_parts() {
+    let tokens = 3 * SPLIT;
+    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 6, window: Some(SPLIT + 300) }, 3, tokens);
+    let want = case.naive();
+    for parts in [&[tokens][..], &[tokens - 300, 1, 2, 200, 97]] {
+        assert_close(&case.run::<f32>(parts), &want, 2e-6);
+    }
+}
+
+/// Drafts as long as there is room for, of which the next tokens keep some or none.
+#[test]
+fn a_rejected_draft_overwrites_nothing_that_is_seen() {
+    let tokens = 330;
+    for window in [1, 7, 40, 100] {
+        let shape = Shape { heads: 2, kv_heads: 1, dim: 8, window: Some(window) };
+        let (case, draft) = (Case::new(1, shape, 2, tokens), Case::new(2, shape, 2, tokens));
+        let (mut cache, mut out) = (Cache::<f32>::new(shape), vec![f32::NAN; tokens * 16]);
+        let (mut start, mut unread) = (0, vec![0f32; tokens * 16]);
+        for part in [1, 40, 3, 64, 1, 1, 50, 90, 1, 1, 1, 77] {
+            let drafted = new_tokens(window).min(tokens - start);
+            // Another sequence's tokens.
+            let attention = draft.attention(1, start, drafted);
+            run_all(vec![Call { attention, cache: &mut cache, out: &mut unread[..drafted * 16] }]);
+            cache.truncate(start);
+            let out = &mut out[start * 16..][..part * 16];
+            run_all(vec![Call { attention: case.attention(0, start, part), cache: &mut cache, out }]);
+            start += part;
+        }
+        assert_eq!(start, tokens);
+        assert_close(&out, &case.naive(), 2e-6);
+    }
+}
+
+/// The rows of the window alone, to a cache that has seen another sequence.
+#[test]
+fn a_copied_window_goes_on_alike() {
+    for window in [1, 7, 40] {
+        let shape = Shape { heads: 2, kv_heads: 1, dim: 8, window: Some(window) };
+        let case = Case::new(2, shape, 2, 330);
+        let (mut cache, mut copy) = (Cache::<f32>::new(shape), Cache::<f32>::new(shape));
+        let run = |cache: &mut Cache<f32>, sequence, start, tokens| {
+            let mut out = vec![f32::NAN; tokens * 16];
+            run_all(vec![Call { attention: case.attention(sequence, start, tokens), cache, out: &mut out }]);
+            out
+        };
+        run(&mut copy, 1, 0, 201);
+        let mut start = 0;
+        for tokens in [5, 30, 110, 60] {
+            run(&mut cache, 0, start, tokens);
+            start += tokens;
+            let first = start - window.min(start);
+            let [keys, values] = cache.read_rows(first..start);
+            copy.seek(first);
+            copy.append_rows([&keys, &values], start - first, 335);
+            assert_eq!(run(&mut copy, 0, start, 90), run(&mut cache, 0, start, 90));
+            cache.truncate(start);
+        }
+    }
+}
+
+#[test]
+fn a_ring_does_not_grow() {
+    let shape = Shape { heads: 2, kv_heads: 1, dim: 8, window: Some(100) };
+    let case = Case::new(1, shape, 2, 1000);
+    let mut cache = Cache::<f32>::new(shape);
+    let full = cache.bytes_of(usize::MAX);
+    assert_eq!(full, 224 * (8 + 32) * 4);
+    for start in (0..1000).step_by(20) {
+        let mut out = vec![f32::NAN; 20 * 16];
+        run_all(vec![Call { attention: case.attention(0, start, 20), cache: &mut cache, out: &mut out }]);
+        assert_eq!(cache.size_in_bytes(), full);
+    }
+}
+
 #[test]
 fn a_reset_cache_is_a_new_one() {
-    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
+    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8, window: None }, 2, 40);
     let mut cache = Cache::<f32>::new(case.shape);
     // Whatever an earlier sequence has written must not matter.
     cache.reserve(100, 100);
@@ -178,7 +273,7 @@ fn a_reset_cache_is_a_new_one() {
 
 #[test]
 fn tokens_without_queries_are_only_appended() {
-    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8 }, 2, 40);
+    let case = Case::new(1, Shape { heads: 2, kv_heads: 1, dim: 8, window: None }, 2, 40);
     let (mut cache, mut out) = (Cache::<f32>::new(case.shape), vec![f32::NAN; 2 * 8]);
     let attention = Attention { q_gate: &[], ..case.attention(0, 0, 39) };
     run_all(vec![Call { attention, cache: &mut cache, out: &mut [] }]);
@@ -191,7 +286,7 @@ fn tokens_without_queries_are_only_appended() {
 fn a_value_that_is_not_finite_reaches_the_queries_that_see_it() {
     fn check<T: Element>(dim: usize, tokens: usize, wrong: f32, in_keys: bool) {
         let (heads, bad) = (4, tokens / 2);
-        let mut case = Case::new(1, Shape { heads, kv_heads: 2, dim }, 1, tokens);
+        let mut case = Case::new(1, Shape { heads, kv_heads: 2, dim, window: None }, 1, tokens);
         let want = case.run::<T>(&[tokens]);
         let rows = if in_keys { &mut case.k } else { &mut case.v };
         // In the first key head, which the first two heads read.
@@ -216,7 +311,7 @@ fn a_value_that_is_not_finite_reaches_the_queries_that_see_it() {
 /// The tiles differ between instruction sets, and a machine picks only one of them.
 #[test]
 fn every_instruction_set_gives_the_same() {
-    let case = Case::new(1, Shape { heads: 4, kv_heads: 2, dim: 40 }, 8, 50);
+    let case = Case::new(1, Shape { heads: 4, kv_heads: 2, dim: 40, window: None }, 8, 50);
     let want = case.naive();
     let run = |vectorize: &dyn Fn(QueriesTask<'_, '_, '_, f32>)| {
         let mut cache = Cache::<f32>::new(case.shape);

@@ -4,7 +4,7 @@
 //! sixteen rows with four numbers of x, which is rounded to 8 bits. Numbers of fewer bits are unpacked in registers each time, for
 //! up to 8 rows of x together; for many rows a panel is unpacked once, into bytes that stay in a core's cache while all rows are
 //! multiplied with it.
-#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unused_imports, unused_variables))]
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code, unreachable_code, unused_imports, unused_variables))]
 
 mod blocks;
 mod isa;
