@@ -128,7 +128,7 @@ fn families_quantised_at_load() -> Result<()> {
 
 /// The sizes of the files, which their weights must have, with and without what a file need not say.
 #[test]
-fn sizes_are_completed() -> Result<()> {
+fn sizes_are_completed_and_all_weights_read() -> Result<()> {
     for goldens in families() {
         let text = std::fs::read_to_string(goldens.dir() + "/config.json")?;
         let files = [std::path::PathBuf::from(goldens.dir() + "/model.safetensors")];
@@ -136,6 +136,8 @@ fn sizes_are_completed() -> Result<()> {
         let files = unsafe { candle_gdn_models::SafetensorsFiles::open(&files)? };
         let want = goldens.config()?;
         assert_eq!(ModelConfig::from_safetensors(&text, &files)?, want);
+        // Every tensor is read: one of a layer that is not would be an error.
+        CausalLm::loader(&want).load_safetensors(&files, DType::F32, &Device::Cpu)?;
         let mut json: serde_json::Value = serde_json::from_str(&text).unwrap();
         for key in ["hidden_size", "vocab_size", "num_hidden_layers", "intermediate_size", "num_experts"] {
             json.as_object_mut().unwrap().remove(key);

@@ -84,7 +84,15 @@ impl GatedAttention {
         let device = source.device();
         let get = |name: &str, rows: usize| source.pp(name).matrix(rows, h, "weight");
         let matrices = [get("q_proj", sizes[0])?, get("k_proj", sizes[1])?, get("v_proj", sizes[2])?];
-        let norm = |name: &str, width: usize| rotated(RmsNorm::load(width, cfg, source.pp(name).dense)?, a);
+        let positions = layer.positions && !a.rope_inv_freq.is_empty();
+        let norm = |name: &str, width: usize| {
+            let norm = RmsNorm::load(width, cfg, source.pp(name).dense)?;
+            if positions {
+                rotated(norm, a)
+            } else {
+                Ok(norm)
+            }
+        };
         let norm = match a.qk_norm {
             QkNorm::Head => HeadsNorm::Head { q: norm("q_norm", d)?, k: norm("k_norm", d)? },
             QkNorm::Projection => {
@@ -92,7 +100,6 @@ impl GatedAttention {
                 HeadsNorm::Projection(ProjectionNorm::new(q, k, group.cloned()))
             }
         };
-        let positions = layer.positions && !a.rope_inv_freq.is_empty();
         let (qkv_proj, [q_proj, k_proj, v_proj]) = place::together_and_each(matrices, device)?;
         Ok(Self {
             q_proj,
