@@ -1,8 +1,8 @@
 //! Whole language models on top of [`GatedDeltaNet`](candle_gdn::GatedDeltaNet): Qwen3-Next, the
 //! Qwen3.5 to 3.8 text models, dense and mixture of experts, OLMo-Hybrid and Lara-4-Mini.
 //!
-//! The families share every block: gated softmax attention with partial rotary positions and a
-//! key-value cache, zero-centred RMS norms in f32, SwiGLU and sparse mixture of experts. They
+//! The families share every block: softmax attention with a key-value cache, gated or not, with rotary positions or without, over all
+//! tokens or a sliding window; RMS norms in f32, before a block or behind it; SwiGLU and sparse mixture of experts. They
 //! differ in `config.json` and in where and how the weights are stored, which
 //! [`ModelConfig::from_json`] and [`CausalLm::load`] recognise; of [`SafetensorsFiles`] nothing is left unread in silence
 //! ([`Loader::load_safetensors`]). Weights may be quantised: in a GGUF file ([`CausalLm::load_gguf`]), in fp8, or as they are loaded ([`Loader::quantize`]). A

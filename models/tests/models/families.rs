@@ -146,3 +146,20 @@ fn sizes_are_completed_and_all_weights_read() -> Result<()> {
     }
     Ok(())
 }
+
+/// YaRN's factor belongs to what is rotated.
+#[test]
+fn layers_without_positions_have_no_factor() -> Result<()> {
+    for goldens in [&LARA_MINI].into_iter().filter(|goldens| goldens.is_here()) {
+        let logits = |positions: bool, factor: f64| {
+            let mut config = goldens.config()?;
+            config.attention.rope_factor = factor;
+            config.layers.iter_mut().for_each(|layer| layer.positions &= positions);
+            let model = CausalLm::load(&config, goldens.weights(DType::F32, &Device::Cpu)?)?;
+            want(&model, &goldens.prompt(1)?.ids)
+        };
+        assert_eq!(logits(false, 1.5)?, logits(false, 1.)?);
+        assert_ne!(logits(true, 1.5)?, logits(true, 1.)?);
+    }
+    Ok(())
+}
