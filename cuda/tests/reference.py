@@ -177,7 +177,9 @@ def attention(q, k, v, first, scale, gate=None, window=0):
     for part in q.split(step):
         scores = torch.einsum("thd,jhd->htj", part, k) * scale
         ahead = torch.arange(k.shape[0], device=q.device)[None] - first - torch.arange(part.shape[0], device=q.device)[:, None]
-        seen = (ahead <= 0) & (ahead > -(window or k.shape[0] + 1))
+        seen = ahead <= 0
+        if window:
+            seen &= ahead > -window
         p = torch.softmax(scores.masked_fill(~seen, -math.inf), -1)
         parts.append(torch.einsum("htj,jhd->thd", p, v))
         first += part.shape[0]

@@ -140,31 +140,97 @@ def gradients():
 
 
 def attentions():
-    for (q, kv, dim), seqs, tokens, io in itertools.product([(16, 2, 256), (24, 4, 256), (32, 2, 256), (16, 8, 128), (8, 8, 64)], [1, 64],
-                                                            [1, 4, 16, 17, 512, 4096], CODES):
-        cache = dict(k=FAR, v=FAR, slots=dict(num_slots=seqs, slot_stride=kv * 8192 * dim), head_stride=8192 * dim, token_stride=dim, capacity=8192)
-        yield "gdn_attention", struct("gdn_attention_params", q=heads(q, dim, tokens), gate=heads(q, dim, tokens), o=heads(q, dim, tokens), positions=FAR,
-                                      cache=cache, seqs=dict(num_seqs=seqs, tokens_per_seq=tokens), num_heads=q, num_kv_heads=kv, head_dim=dim,
-                                      io_dtype=CODES[io], overlap=1, scale=0.1)
+    for (q, kv, dim), seqs, tokens, io, window in itertools.product([(16, 2, 256), (24, 4, 256), (32, 2, 256), (16, 8, 128), (8, 8, 64)], [1, 64],
+                                                                    [1, 4, 16, 17, 512, 4096], CODES, [0, 512]):
+        capacity = 8192 if not window else window + tokens
+        slots, seqs_of = dict(num_slots=seqs, slot_stride=kv * capacity * dim), dict(num_seqs=seqs, tokens_per_seq=tokens)
+        cache = dict(k=FAR, v=FAR, slots=slots, head_stride=capacity * dim, token_stride=dim, capacity=capacity, window=window)
+        shared = dict(positions=FAR, cache=cache, seqs=seqs_of, num_heads=q, num_kv_heads=kv, head_dim=dim, io_dtype=CODES[io], overlap=1)
+        rows, few = heads(q, dim, tokens), heads(kv, dim, tokens)
+        yield "gdn_attention", struct("gdn_attention_params", q=rows, gate=rows, o=rows, scale=0.1, **shared)
+        yield "gdn_attention_prepare", struct("gdn_attention_prepare_params", q=rows, k=few, v=few, q_out=rows, q_weight=FAR, k_weight=FAR, inv_freq=FAR,
+                                              rotary_dim=dim // 4, eps=1e-6, **shared)
+        yield "gdn_advance", struct("gdn_advance_params", positions=FAR, slots=slots, seqs=seqs_of, overlap=1)
+
+
+def rows_of_models():
+    """What stands between the products of a model, and what ends a step."""
+    for dim, rows, io in itertools.product([1024, 2048, 2560, 5120], [1, 8, 64, 8192], CODES):
+        fields = dict(rows=rows, dtype=CODES[io], overlap=1)
+        yield "gdn_residual", struct("gdn_residual_params", x=FAR, h=FAR, sum=FAR, y=FAR, weight=FAR, dim=dim, eps=1e-6,
+                                     **{f"{name}_stride": dim for name in ("x", "h", "sum", "y")}, **fields)
+        yield "gdn_swiglu", struct("gdn_swiglu_params", gate=FAR, up=FAR, out=FAR, columns=dim, **{f"{name}_stride": dim for name in ("gate", "up", "out")},
+                                   **fields)
+    for vocab, rows, io in itertools.product([1000, 151936, 248320], [1, 8, 64, 256], CODES):
+        fields = dict(logits=FAR, ids=FAR, drawn=FAR, state=FAR, recent=FAR, logits_stride=vocab, rows=rows, vocab=vocab, history=64, dtype=CODES[io])
+        yield "gdn_sampling", struct("gdn_sampling_params", kept=FAR, **fields)
+        for name in ("gdn_logprobs_begin", "gdn_logprobs_end"):
+            yield name, struct("gdn_logprobs_params", out=FAR, raw=FAR, parts=FAR, **fields)
+    for seqs, tokens in itertools.product([1, 8, 64], [2, 5, 16]):
+        pointers = ("ids", "rows", "chosen", "drawn", "recent", "accepted", "last", "positions", "head_len", "head_end", "out")
+        for name in ("gdn_speculate_begin", "gdn_speculate_end"):
+            yield name, struct("gdn_speculate_params", seqs=seqs, tokens=tokens, history=64, forced_acceptance=-1.0, **{name: FAR for name in pointers})
+
+
+def layers():
+    """The layer's ops one by one, and what surrounds a ring."""
+    for (k, v), dim, seqs, tokens, io in itertools.product(MODELS, [(64, 64), (96, 192), (128, 128), (256, 256)], [1, 64], [1, 8, 4096], CODES):
+        channels = 2 * k * dim[0] + v * dim[1]
+        slots, seqs_of = dict(num_slots=seqs, slot_stride=3 * channels), dict(num_seqs=seqs, tokens_per_seq=tokens)
+        rows = heads(1, channels, tokens)
+        yield "gdn_conv", struct("gdn_conv_params", x=rows, y=rows, weight=FAR, state_in=FAR, state_out=FAR, in_slots=slots, out_slots=slots, seqs=seqs_of,
+                                 channels=channels, width=4, io_dtype=CODES[io], weight_dtype=CODES[io], silu=1)
+        yield "gdn_norm", struct("gdn_norm_params", tokens=seqs * tokens, heads=v, head_v=dim[1], io_dtype=CODES[io], weight_dtype=CODES["f32"], weight=FAR,
+                                 eps=1e-6, **{name: heads(v, dim[1], tokens) for name in ("x", "z", "out")})
+        for to_ring in (0, 1):
+            yield "gdn_ring_inputs", struct("gdn_ring_inputs_params", inputs=FAR, conv_state=FAR, spans=FAR, in_slots=slots, out_slots=slots,
+                                            inputs_stride=32 * channels, num_seqs=seqs, channels=channels, conv_width=4, capacity=32, io_dtype=CODES[io],
+                                            to_ring=to_ring)
+        if tokens <= 16:
+            yield "gdn_ring_advance", struct("gdn_ring_advance_params", spans=FAR, accepted=FAR, in_slots=slots, out_slots=slots, seqs=seqs_of, capacity=32,
+                                             max_entries=16)
+
+
+def stored():
+    """Matrices between the forms in which they are stored."""
+    for (inputs, outputs), io in itertools.product(SIZES, CODES):
+        scales = dict(ptr=FAR, stride=(inputs + 127) // 128, rows=128)
+        if io != "f32":
+            yield "gdn_dequantize", struct("gdn_dequantize_params", w=FAR, scales=scales, y=FAR, w_stride=inputs, y_stride=inputs, outputs=outputs,
+                                           inputs=inputs, dtype=CODES[io])
+        for kind in range(3) if inputs % 256 == 0 else ():
+            fields = dict(type=kind, outputs=outputs, inputs=inputs)
+            yield "gdn_quantized_pack", struct("gdn_quantized_pack_params", to=FAR, **{"from": FAR}, **fields)
+            yield "gdn_quantized_rows", struct("gdn_quantized_rows_params", w=FAR, ids=FAR, y=FAR, y_stride=inputs, rows=64, dtype=CODES[io], **fields)
+
+
+CASES = [rules, steps, layers, products, stored, experts, attentions, gradients, rows_of_models]
+
+
+def launchers():
+    """The functions of the headers that take parameters and a stream; gdn_linear_with is gdn_linear with a division for measurements."""
+    return {name for name, (arguments, _) in ABI.functions.items()
+            if len(arguments) > 1 and arguments[-1] is C.c_void_p and arguments[0].__name__.endswith("Params")} - {"gdn_linear_with"}
 
 
 def failures(library, card):
     """Launches every case; what was refused, a line each, and how many launches there were."""
     lib = abi.load(library)
     lib.fake_card(*card)
-    refused = []
-    for name, params in itertools.chain(rules(), steps(), products(), experts(), attentions(), gradients()):
-        query = getattr(lib, f"{name}_workspace", None)
+    refused, missing = [], launchers()
+    for name, params in itertools.chain.from_iterable(cases() for cases in CASES):
+        missing.discard(name)
+        query, size = getattr(lib, f"{name}_workspace", None), C.c_int64(0)
         if query:
-            size = C.c_int64(0)
-            status = query(C.byref(params), C.byref(size))
+            asked = [params.rows] if name == "gdn_sampling" else [C.byref(params)]
+            status = query(*asked, C.byref(size))
             assert status == ABI.constants["GDN_OK"], (name, status)
             params.workspace, params.workspace_bytes = FAR, size.value
         arguments = [C.byref(params), None, None] if name == "gdn_scaled" else [C.byref(params), None]
         status = getattr(lib, name)(*arguments)
         if status != ABI.constants["GDN_OK"]:
             refused.append(f"{name}: {lib.gdn_status_string(status).decode()}: {words(params)}")
-    return refused, lib.fake_launches()
+    return refused + [f"{name}: not in these cases" for name in sorted(missing)], lib.fake_launches()
 
 
 def words(params):

@@ -183,7 +183,10 @@ proptest! {
                     }
                     _ => (norm(want), norm(&minus(noisy, want))),
                 };
-                let (error, allowed) = (norm(&minus(&got, want)), share * bound(look.dtype) * size + lost);
+                // The chunk kernels round a state's gradient to the inputs' type: to the nearest multiple of 2^-24 where f16 is subnormal.
+                let in_f16 = name == "state" && device.is_cuda() && look.dtype == DType::F16;
+                let subnormal = if in_f16 { (got.len() as f64).sqrt() * 2f64.powi(-25) } else { 0.0 };
+                let (error, allowed) = (norm(&minus(&got, want)), share * bound(look.dtype) * size + lost + subnormal);
                 prop_assert!(error <= allowed, "{name} is off by {error:e} of {size:e} on {:?}", device.location());
             }
         }

@@ -8,13 +8,15 @@
 //!
 //! # To add a number format
 //! 1. `formats/NAME.rs`: implement [`Format`](crate::formats::Format), so that `matrix` returns a `Stored`, and let the
-//!    loader (`loader.rs`) give it to the `Source`. If the format dequantises as it loads, this is all.
+//!    loader (`loader.rs`) give it to the `Source`. A `quantization_config` that names it: `config/quantization.rs`. If the
+//!    format dequantises as it loads, this is all.
 //! 2. If its numbers stay as they are: a variant of `Stored`, with its rows in `Stored::select_rows`, and a line in
-//!    `formats/place.rs` that makes a `Weight` of it.
+//!    `formats/place.rs` that makes a `Weight` of it. Experts: a variant of `StoredExperts` (`formats/experts.rs`).
 //! 3. A new storage on the device: a variant of [`Weight`] (the compiler then lists the matches in `weight.rs` and
 //!    `multiply.rs`), its kernel's launch in `weights/cuda/` or `weights/cpu/`, its line in `plan.rs` and in that table's test.
-//! 4. Kernels: a folder in `models/cuda/`, its header beside the others and the header in Rust in `models/src/abi/`. Types of
-//!    ggml that pack into units of 4 inputs are a case more in `cuda/quantized/layout.cuh` and `pack.cu`, nothing else.
+//! 4. Kernels: a folder in `models/cuda/`, its header beside the others and the header in Rust in `models/src/abi/`. A type of
+//!    ggml that packs into units of 4 inputs: `gdn_quantized_type` in the header and `abi/quantized.rs`, its layout in
+//!    `cuda/quantized/layout.cuh` and `pack.cu`, and wherever `GDN_Q6_K` stands in `models/cuda` and `weights/cuda`.
 //! 5. What it takes in memory: `memory.rs`. Tests: `models/tests/models/NAME.rs` against the dequantised numbers.
 
 pub(crate) mod cpu;
