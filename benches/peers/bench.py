@@ -72,6 +72,10 @@ def head_pair(x):
     return x
 
 
+def dim(x):
+    return tuple(numbers(x, "x", "head sizes KxV such as 96x192"))
+
+
 def length(x):
     numbers(x, "x", "SEQUENCESxTOKENS such as 4x2048")
     return x
@@ -103,6 +107,8 @@ def arguments(argv):
     p.add_argument("--shapes", type=listed(head_pair), metavar="HK/HV,…", help="head counts, of the suites' or others")
     p.add_argument("--batches", type=listed(count), metavar="N,…", help="batch sizes of the decode suites and the layer")
     p.add_argument("--lengths", type=listed(length), metavar="NxT,…", help="sequences x tokens of the suites prefill and backward")
+    p.add_argument("--dim", type=dim, metavar="KxV", default=(workloads.DIM, workloads.DIM),
+                   help="head sizes of the suites decode, prefill and backward, whose files are then named after them; default 128x128")
     p.add_argument("--contenders", type=names(list(contenders.CONTENDERS), "contender"), metavar="NAME,…",
                    default=list(contenders.CONTENDERS), help="default: all of " + ", ".join(contenders.CONTENDERS))
     p.add_argument("--no-peers", action="store_true", help="only candle-gdn, torch and torch-compile")
@@ -142,7 +148,7 @@ def plan(args):
     """[(suite, [(contender, [(Workload, variant)])])] of all that was asked for, and nothing empty."""
     todo = []
     for suite in args.suites:
-        works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick, args.workload)
+        works = workloads.select(suite, args.shapes, args.batches, args.lengths, args.quick, args.workload, args.dim)
         parts = []
         for name in args.contenders:
             items = [(w, v) for w in works for v in contenders.variants(name, suite, args.algo)
@@ -222,7 +228,8 @@ def bench(args, parser, todo, lib, deadline):
 
         def write():
             head = records.header("benches/peers", command, TOP, machine, ceilings, versions)
-            records.save(os.path.join(out, f"peers-{suite}.json"), head, in_order(rows, parts))
+            size = "" if args.dim == (workloads.DIM, workloads.DIM) else "-{}x{}".format(*args.dim)
+            records.save(os.path.join(out, f"peers-{suite}{size}.json"), head, in_order(rows, parts))
 
         for name, items in parts:
             start, results = time.monotonic(), [None] * len(items)

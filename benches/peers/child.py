@@ -147,14 +147,13 @@ def errors(contender, work, case, variant=""):
     """Relative RMS of set 0's outputs, and a note: the contest's own test where that applies. Of gradients those of a smaller shape."""
     import contest
     import reference
-    from workloads import DIM
     if work.suite == "backward":
         import gradients
-        return gradients.errors(contender, variant), ""
+        return gradients.errors(contender, work, variant), ""
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()
-    want = case.math if work.suite == "layer" else reference.packed_recurrence(*case.math, work.lens, DIM ** -0.5)
+    want = case.math if work.suite == "layer" else reference.packed_recurrence(*case.math, work.lens, work.k ** -0.5)
     found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
     if not work.suite.startswith("contest"):
         return found, ""

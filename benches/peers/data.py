@@ -3,7 +3,6 @@ from dataclasses import dataclass
 
 import torch
 from reference import log_decay, unit
-from workloads import DIM
 
 BF16 = torch.bfloat16
 
@@ -40,11 +39,11 @@ def draw(work, sets, device):
     gen = torch.Generator(device).manual_seed(work.seed)
     randn = lambda *shape, dtype=BF16: torch.randn(sets, *shape, generator=gen, device=device, dtype=dtype)
     t, n = work.tokens, len(work.lens)
-    q, k = randn(t, work.hk, DIM), randn(t, work.hk, DIM)
+    q, k = randn(t, work.hk, work.k), randn(t, work.hk, work.k)
     if not work.l2norm:
         q, k = unit_bf16(q), unit_bf16(k)
-    v, a, b = randn(t, work.hv, DIM), randn(t, work.hv), randn(t, work.hv)
-    state = randn(n, work.hv, DIM, DIM, dtype=torch.float32).mul_(0.1)
+    v, a, b = randn(t, work.hv, work.v), randn(t, work.hv), randn(t, work.hv)
+    state = randn(n, work.hv, work.v, work.k, dtype=torch.float32).mul_(0.1)
     # Decays as a model has them: A in 1..16, dt_bias such that most tokens keep most of the state.
     a_log = (torch.rand(work.hv, generator=gen, device=device) * 15 + 1).log()
     dt_bias = torch.randn(work.hv, generator=gen, device=device) - 4
@@ -105,7 +104,7 @@ def poison(*tensors):
 
 def output_bytes(work):
     """Of o in bf16 and the final states in f32."""
-    return 2 * work.tokens * work.hv * DIM + work.state_bytes()
+    return 2 * work.tokens * work.hv * work.v + work.state_bytes()
 
 
 def poison_allocator(nbytes, device):

@@ -1,10 +1,10 @@
 """The suite `backward`: the gradients of the rule, from those of o and of the final state, and their check in float64."""
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from data import BF16
 from reference import log_decay, packed_recurrence, relative, unit
-from workloads import DIM, Workload
+from workloads import Workload
 
 # Gradients of what a kernel reads: raw inputs, or normalised q and k with ready gates.
 RAW = ["q", "k", "v", "a", "b", "a_log", "dt_bias", "state"]
@@ -31,8 +31,8 @@ def upstream(work, sets, device):
     """Gradients of o [set, token, HV, V] in bf16 and of the final state [set, sequence, HV, V, K] in f32."""
     gen = torch.Generator(device).manual_seed(work.seed + 1)
     randn = lambda *shape, dtype: torch.randn(sets, *shape, generator=gen, device=device, dtype=dtype)
-    return (randn(work.tokens, work.hv, DIM, dtype=BF16),
-            randn(len(work.lens), work.hv, DIM, DIM, dtype=torch.float32).mul_(0.1))
+    return (randn(work.tokens, work.hv, work.v, dtype=BF16),
+            randn(len(work.lens), work.hv, work.v, work.k, dtype=torch.float32).mul_(0.1))
 
 
 def exact(names, inputs, d_out, d_state, lens, beta_scale=1.0):
@@ -44,15 +44,16 @@ def exact(names, inputs, d_out, d_state, lens, beta_scale=1.0):
             q, k, g, beta = unit(q), unit(k), log_decay(a, a_log, dt_bias), beta_scale * b.sigmoid()
         else:
             q, k, v, g, beta, state = leaves
-        o, final = packed_recurrence(q, k, v, g, beta, state, list(lens), DIM ** -0.5)
+        o, final = packed_recurrence(q, k, v, g, beta, state, list(lens), q.shape[-1] ** -0.5)
         return torch.autograd.grad((o, final), leaves, (d_out.double(), d_state.double()))
 
 
-def errors(contender, variant):
-    """Relative RMS of every gradient, on a shape of its own."""
-    case = contender.backward_case(CHECKED, variant, 1)
+def errors(contender, work, variant):
+    """Relative RMS of every gradient, on a shape of its own with the work's head sizes."""
+    checked = replace(CHECKED, k=work.k, v=work.v)
+    case = contender.backward_case(checked, variant, 1)
     case.calls[0]()
-    want = exact(case.names, case.inputs, *case.upstream, CHECKED.lens)
+    want = exact(case.names, case.inputs, *case.upstream, checked.lens)
     return {f"d{name}": relative(x, ref) for name, x, ref in zip(case.names, case.result(), want)}
 
 

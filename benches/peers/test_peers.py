@@ -104,7 +104,12 @@ class Work(unittest.TestCase):
         decode = workloads.select("decode", ["16/32"], [1])[0]
         self.assertEqual(workloads.cost(decode), (4194304, 0))
         self.assertEqual(decode.shape(), {"hk": 16, "hv": 32, "k": 128, "v": 128, "batch": 1, "tokens": 1, "total_tokens": 1})
-        self.assertEqual(workloads.rule_flop(1, 1), 163840)
+        self.assertEqual(workloads.rule_flop(decode), 32 * 163840)
+        other = workloads.select("decode", ["30/30"], [2], dim=(96, 192))[0]
+        self.assertEqual((other.name, other.shape()["k"], other.shape()["v"]), ("30/30 96x192 B=2", 96, 192))
+        self.assertEqual(workloads.cost(other), (2 * 2 * 30 * 96 * 192 * 4, 0))
+        todo = bench.plan(bench.arguments(["decode", "layer", "--dim", "96x192", "--shapes", "30/30"])[0])
+        self.assertEqual([(suite, [name for name, _ in parts]) for suite, parts in todo], [("decode", ["candle-gdn", "fla"])])
         nbytes, flop = workloads.cost(work([8192], 16, 32))
         layer = next(w for w in workloads.select("layer") if w.name == "B=1")
         for amount, rates, us, delta in (((0, flop), (1, 790), 54, 0.5), ((nbytes, 0), (4260, 1), 48.5, 0.5),

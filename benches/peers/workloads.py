@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, replace
 
 import contest
 
-DIM = 128                   # K = V
+DIM = 128                   # K = V, where --dim does not say others
 CHUNK = 64
 HIDDEN = 2048               # of the layer and of the projections, with HK/HV 16/32
 HEADS = ["16/32", "16/16", "16/48", "16/64", "4/8", "2/8"]
@@ -36,6 +36,8 @@ class Workload:
     draw: int = 0           # further draws of random inputs for one shape
     timed: bool = True      # else only checked: of a shape of the contest the first draw is timed
     hard: str = ""          # what makes the inputs hard: checked, never timed
+    k: int = DIM            # head sizes
+    v: int = DIM
 
     @property
     def tokens(self):
@@ -54,11 +56,12 @@ class Workload:
     @property
     def seed(self):
         """The same in every process, so that all contenders get the same numbers."""
-        return zlib.crc32(f"{self.suite} {self.hk}/{self.hv} {self.lens} {self.draw}".encode())
+        dim = "" if (self.k, self.v) == (DIM, DIM) else f" {self.k}x{self.v}"
+        return zlib.crc32(f"{self.suite} {self.hk}/{self.hv}{dim} {self.lens} {self.draw}".encode())
 
     def shape(self):
         """The record's. `tokens` is of each sequence, absent where they differ."""
-        shape = {"hk": self.hk, "hv": self.hv, "k": DIM, "v": DIM, "batch": len(self.lens)}
+        shape = {"hk": self.hk, "hv": self.hv, "k": self.k, "v": self.v, "batch": len(self.lens)}
         if len(set(self.lens)) == 1:
             shape["tokens"] = self.lens[0]
         shape["total_tokens"] = self.tokens
@@ -67,7 +70,7 @@ class Workload:
         return shape
 
     def state_bytes(self):
-        return len(self.lens) * self.hv * DIM * DIM * 4
+        return len(self.lens) * self.hv * self.v * self.k * 4
 
     def to_json(self):
         return {**asdict(self), "lens": list(self.lens)}
@@ -77,22 +80,22 @@ class Workload:
         return Workload(**{**fields, "lens": tuple(fields["lens"])})
 
 
-def rule_flop(tokens, hv):
-    """Operations of the chunk form, C = 64, for K = V = 128: 163,840 a token and value head.
+def rule_flop(work):
+    """Operations of the chunk form, C = 64: for K = V = 128 163,840 a token and value head.
 
     A token costs, in multiply-adds: its rows of K Kᵀ and Q Kᵀ, C·K each; its read of the state by k and by q, K·V
     each; its rows of A (...) and of the masked Q Kᵀ times V', C·V each; its share of V'ᵀ K, K·V. That is
     2 (2 C K + 2 C V + 3 K V). The inverse of the C x C block and everything per element is left out.
     """
-    return tokens * hv * 2 * (4 * CHUNK * DIM + 3 * DIM * DIM)
+    return work.tokens * work.hv * 2 * (2 * CHUNK * (work.k + work.v) + 3 * work.k * work.v)
 
 
-def backward_flop(tokens, hv):
-    """Operations of the chunk form's backward pass, C = 64, for K = V = 128: 409,600 a token and value head.
+def backward_flop(work):
+    """Operations of the chunk form's backward pass, C = 64: for K = V = 128 409,600 a token and value head.
 
-    A chunk costs 11 products of C x C x K and 7 of C x K x V. What recomputes the states before each chunk is left out.
+    A chunk costs 11 products of C x C by K or V, counted as of (K + V) / 2, and 7 of C x K x V. What recomputes the states before each chunk is left out.
     """
-    return tokens * hv * 2 * (11 * CHUNK * DIM + 7 * DIM * DIM)
+    return work.tokens * work.hv * (11 * CHUNK * (work.k + work.v) + 14 * work.k * work.v)
 
 
 def projection_widths(hk, hv):
@@ -109,17 +112,17 @@ def cost(work):
         return 2 * (rows * HIDDEN + work.tokens * (HIDDEN + rows)), 2 * work.tokens * HIDDEN * rows
     if work.suite == "layer":
         weights = HIDDEN * (sum(projection_widths(work.hk, work.hv)) + work.hv * DIM)
-        flop = 2 * work.tokens * weights + (0 if work.decode else rule_flop(work.tokens, work.hv))
+        flop = 2 * work.tokens * weights + (0 if work.decode else rule_flop(work))
         return 2 * weights + states + 2 * 2 * work.tokens * HIDDEN, flop
     if work.decode:
         return states, 0
     if work.suite == "backward":
         # q, k, v and the gradient of o are read, three gradients written, and the gates of f32; three kinds of state.
-        io = 2 * work.tokens * (4 * work.hk * DIM + 3 * work.hv * DIM) + 4 * 4 * work.tokens * work.hv
-        return 3 * work.state_bytes() + io, backward_flop(work.tokens, work.hv)
+        io = 2 * work.tokens * (4 * work.hk * work.k + 3 * work.hv * work.v) + 4 * 4 * work.tokens * work.hv
+        return 3 * work.state_bytes() + io, backward_flop(work)
     # q and k, v and o, and the gates, in bf16.
-    io = 2 * work.tokens * (2 * work.hk * DIM + 2 * work.hv * DIM + 2 * work.hv)
-    return states + io, rule_flop(work.tokens, work.hv)
+    io = 2 * work.tokens * (2 * work.hk * work.k + 2 * work.hv * work.v + 2 * work.hv)
+    return states + io, rule_flop(work)
 
 
 def touched(work):
@@ -139,16 +142,18 @@ def lens_of(text):
     return (int(tokens),) * int(n)
 
 
-def rule_suite(suite, heads, batches, lengths):
+def rule_suite(suite, heads, batches, lengths, dim=(DIM, DIM)):
+    k, v = dim
     for pair in heads:
         hk, hv = heads_of(pair)
+        name = pair if dim == (DIM, DIM) else f"{pair} {k}x{v}"
         if suite == "decode":
             for batch in batches:
                 for l2 in ("cold", "warm"):
-                    yield Workload(suite, f"{pair} B={batch}", hk, hv, (1,) * batch, True, l2)
+                    yield Workload(suite, f"{name} B={batch}", hk, hv, (1,) * batch, True, l2, k=k, v=v)
         else:
             for length in lengths:
-                yield Workload(suite, f"{pair} {length}", hk, hv, lens_of(length), False)
+                yield Workload(suite, f"{name} {length}", hk, hv, lens_of(length), False, k=k, v=v)
 
 
 def contest_suite(suite):
@@ -188,14 +193,16 @@ QUICK = {
 }
 
 
-def select(suite, heads=None, batches=None, lengths=None, quick=False, number=None):
+def select(suite, heads=None, batches=None, lengths=None, quick=False, number=None, dim=(DIM, DIM)):
     """The workloads of a suite. `heads` and `batches` and `lengths`, where given, replace the suite's own or, in the
     suites whose heads are fixed, keep or drop all of it. `number` keeps one workload of the contest's suites, by its place
-    in the set, and nothing of others."""
+    in the set, and nothing of others. Other head sizes than 128 are of decode, prefill and backward alone."""
+    if dim != (DIM, DIM) and suite not in ("decode", "prefill", "backward"):
+        return []
     if suite in ("decode", "prefill"):
-        works = list(rule_suite(suite, heads or HEADS, batches or BATCHES, lengths or LENGTHS))
+        works = list(rule_suite(suite, heads or HEADS, batches or BATCHES, lengths or LENGTHS, dim))
     elif suite == "backward":
-        works = list(rule_suite(suite, heads or BACKWARD_HEADS, [], lengths or BACKWARD_LENGTHS))
+        works = list(rule_suite(suite, heads or BACKWARD_HEADS, [], lengths or BACKWARD_LENGTHS, dim))
     elif suite.startswith("contest"):
         works = list(contest_suite(suite))
         if batches and suite == "contest-decode":

@@ -1,7 +1,7 @@
 """Who is timed. Each contender has a module here, imported in its own process alone."""
 import importlib
 
-from workloads import FUSED_TOKENS, QUICK
+from workloads import DIM, FUSED_TOKENS, QUICK
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
@@ -33,6 +33,7 @@ CHAIN = {"B=1", "T=16", "T=128", "T=512", "T=2048", "T=8192"}
 BASELINES = {"torch": {s: QUICK[s] for s in ("decode", "prefill", "backward")},
              "torch-compile": {**{s: QUICK[s] for s in ("decode", "prefill")}, "layer": CHAIN}}
 PEERS = ["flashinfer", "flashqla", "fla"]
+ANY_DIM = ["candle-gdn", "fla"]     # take other head sizes than 128
 
 # Suites whose kernels a peer compiles at first use and keeps on disk, so that compiling ahead in other processes
 # helps. flashinfer's prefill kernels are not among them: it keeps what cute.compile returns in memory only, and the
@@ -54,6 +55,8 @@ def variants(name, suite, algos=("auto",)):
 
 def takes(name, variant, work):
     """Whether a contender that is in the work's suite is timed on it."""
+    if (work.k, work.v) != (DIM, DIM) and name not in ANY_DIM:
+        return False
     if variant in APART:        # where there is a step, and what it is to be without
         has = {"no_overlap": work.decode, "no_clusters": len(work.lens) == 1, "unfused": True}
         return work.lens[0] <= FUSED_TOKENS and has[variant]

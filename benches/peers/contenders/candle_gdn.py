@@ -26,7 +26,7 @@ def version():
 
 def widths(work):
     """Columns of q, k, v."""
-    return [work.hk * DIM, work.hk * DIM, work.hv * DIM]
+    return [work.hk * work.k, work.hk * work.k, work.hv * work.v]
 
 
 def rule_params(work, algo, qkv, ba, o, state_in, state_out, a_log, dt_bias, cu):
@@ -34,13 +34,12 @@ def rule_params(work, algo, qkv, ba, o, state_in, state_out, a_log, dt_bias, cu)
     projection."""
     hk, hv = work.hk, work.hv
     per_seq = 0 if cu is not None else work.lens[0]
-    heads = lambda x: abi.columns(x, 0, DIM, per_seq)
-    (q, k, v), (b, a) = map(heads, qkv), (abi.columns(x, 0, 1, per_seq) for x in ba)
-    slots = abi.slots(None, len(work.lens), hv * DIM * DIM)
+    (q, k, v), (b, a) = (abi.columns(x, 0, n, per_seq) for x, n in zip(qkv, (work.k, work.k, work.v))), (abi.columns(x, 0, 1, per_seq) for x in ba)
+    slots = abi.slots(None, len(work.lens), hv * work.v * work.k)
     return abi.rule_params(
-        q=q, k=k, v=v, a=a, b=b, a_log=a_log, dt_bias=dt_bias, o=heads(o), state_in=state_in, state_out=state_out,
+        q=q, k=k, v=v, a=a, b=b, a_log=a_log, dt_bias=dt_bias, o=abi.columns(o, 0, work.v, per_seq), state_in=state_in, state_out=state_out,
         in_slots=slots, out_slots=slots,
-        seqs=abi.sequences(work.lens, cu), num_k_heads=hk, num_v_heads=hv, head_k=DIM, head_v=DIM, io_dtype=IO,
+        seqs=abi.sequences(work.lens, cu), num_k_heads=hk, num_v_heads=hv, head_k=work.k, head_v=work.v, io_dtype=IO,
         gate_dtype=IO, l2norm=int(work.l2norm), algo=algo, beta_scale=work.beta_scale)
 
 
@@ -89,11 +88,11 @@ class CandleGdn:
             d_q, d_k, d_v, d_a, d_b = (abi.heads(x[i]) for x in d_inputs)
             gates.append(abi.fill(abi.ReadyGatesBackwardParams, gates=forward, d_log_decay=d_g, d_beta=d_beta, d_a=d_a, d_b=d_b,
                                   d_a_log=d_vectors[0][i], d_dt_bias=d_vectors[1][i]))
-            slots = abi.slots(None, len(work.lens), work.hv * DIM * DIM)
+            slots = abi.slots(None, len(work.lens), work.hv * work.v * work.k)
             rules.append(abi.fill(
                 abi.RuleBackwardParams, a=g, b=beta, state_in=d.state[i], in_slots=slots, out_slots=slots,
-                seqs=abi.sequences(work.lens, cu), num_k_heads=work.hk, num_v_heads=work.hv, head_k=DIM, head_v=DIM, io_dtype=IO,
-                gate_dtype=F32, state_dtype=F32, l2norm=1, l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=1.0,
+                seqs=abi.sequences(work.lens, cu), num_k_heads=work.hk, num_v_heads=work.hv, head_k=work.k, head_v=work.v,
+                io_dtype=IO, gate_dtype=F32, state_dtype=F32, l2norm=1, l2_eps=1e-6, scale=work.k ** -0.5, beta_scale=1.0,
                 q=abi.heads(d.q[i]), k=abi.heads(d.k[i]), v=abi.heads(d.v[i]), d_o=abi.heads(d_out[i]), d_state_out=d_state[i],
                 d_q=d_q, d_k=d_k, d_v=d_v, d_log_decay=d_g, d_beta=d_beta, d_state_in=d_states[i], algo=ALGOS[variant]))
         rooms = [abi.workspace(self.lib.gdn_rule_backward_workspace, *rules, device=self.device),
@@ -118,7 +117,7 @@ class CandleGdn:
         # As a layer has them: views of one projection.
         mixed = torch.cat([d.q.flatten(2), d.k.flatten(2), d.v.flatten(2)], 2).split(widths(work), 2)
         ba = torch.cat([d.b, d.a], 2).split(work.hv, 2)
-        o = torch.empty(sets, work.tokens, work.hv * DIM, device=self.device, dtype=BF16)
+        o = torch.empty(sets, work.tokens, work.hv * work.v, device=self.device, dtype=BF16)
         out = d.state if work.decode else torch.empty_like(d.state)
         cu = None if work.decode else cumulative(work, torch.int32, self.device)
         pick = lambda parts, i: [part[i] for part in parts]
@@ -129,7 +128,7 @@ class CandleGdn:
         poison(o, *([] if work.decode else [out]))
         # The closures hold the tensors that the parameters point into.
         calls = [lambda p=p, keep=(mixed, ba, cu, d): self.launch("gdn_rule", p) for p in params]
-        return Case(calls, math, lambda: (o[0].unflatten(1, (work.hv, DIM)), out[0]))
+        return Case(calls, math, lambda: (o[0].unflatten(1, (work.hv, work.v)), out[0]))
 
     def layer_case(self, work, variant, sets):
         """Two products and three launches of ours, all in place of pre-made buffers; one launch for up to FUSED_TOKENS tokens a

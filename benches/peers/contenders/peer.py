@@ -2,7 +2,6 @@
 import torch
 from data import Case, cumulative, draw, output_bytes, poison_allocator, unit_bf16
 from gradients import READY, by_autograd, upstream
-from workloads import DIM
 
 
 class Peer:
@@ -45,7 +44,7 @@ def allocating_prefill(work, sets, device, prefill, outputs):
         args = [x[i:i + 1] for x in (q, k, d.v, g, beta)]
 
         def run():
-            results[i] = prefill(*args, scale=DIM ** -0.5, initial_state=state[i], cu_seqlens=cu, output_final_state=True)
+            results[i] = prefill(*args, scale=work.k ** -0.5, initial_state=state[i], cu_seqlens=cu, output_final_state=True)
         return run
 
     def result():
@@ -65,7 +64,7 @@ def ready_backward(work, sets, device, rule):
 
     def forward(i, leaves):
         q, k, v, g, beta, state = leaves
-        o, final = rule(*(x.unsqueeze(0) for x in (q, k, v, g, beta)), scale=DIM ** -0.5, initial_state=state.mT.contiguous(),
+        o, final = rule(*(x.unsqueeze(0) for x in (q, k, v, g, beta)), scale=work.k ** -0.5, initial_state=state.mT.contiguous(),
                         cu_seqlens=cu, output_final_state=True)
         return o[0], final.mT
 

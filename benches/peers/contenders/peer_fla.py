@@ -39,7 +39,7 @@ class Fla(Peer):
 
             def run():
                 results[i] = self.recurrent(
-                    q, k, v, g=a, beta=b, scale=DIM ** -0.5, initial_state=d.state[i], output_final_state=True,
+                    q, k, v, g=a, beta=b, scale=work.k ** -0.5, initial_state=d.state[i], output_final_state=True,
                     use_qk_l2norm_in_kernel=work.l2norm, use_gate_in_kernel=True, A_log=d.a_log, dt_bias=d.dt_bias,
                     use_beta_sigmoid_in_kernel=True, state_v_first=True)
             return run
