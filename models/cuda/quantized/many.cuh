@@ -232,12 +232,14 @@ template <typename T, typename S, int TYPE, int NT> int launch_many(ManyArgs arg
   return launch_allowed<many_kernel<T, S, TYPE, NT>>(config, optin, args);
 }
 
-// As many rows at a time as there is shared memory for: with 99 KB 32, in two stages where three do not fit.
+// Three stages where they fit into 99 KB, else two.
+template <int TYPE, int NT> using Least = std::conditional_t<(Shape<TYPE, NT>::kBytes <= kLeastShared), Shape<TYPE, NT>, Shape<TYPE, NT, 2>>;
+
+// As many rows at a time as there is shared memory for: with 99 KB 32.
 template <typename T> int run_many(ManyArgs args, int type, const LaunchConfig &config, int sms, int optin, bool clusters) {
   return with_type(type, [&](auto kind) {
     constexpr int kType = decltype(kind)::value;
-    using Least = std::conditional_t<(Shape<kType, 4>::kBytes <= kLeastShared), Shape<kType, 4>, Shape<kType, 4, 2>>;
-    static_assert(Least::kBytes <= kLeastShared, "a shape for every card");
+    static_assert(Least<kType, 2>::kBytes <= kLeastShared && Least<kType, 4>::kBytes <= kLeastShared, "a shape for every card");
     int left = args.rows;
     const auto launch = [&](auto shape, auto nt) {
       constexpr int kNt = decltype(nt)::value;
@@ -261,7 +263,8 @@ template <typename T> int run_many(ManyArgs args, int type, const LaunchConfig &
       else if (left > 32 && fits(eight)) status = launch_of(eight);
       else if (left > 16 && fits(four)) status = launch_of(four);
       else if (left <= 16 && fits(two)) status = launch_of(two);
-      else status = launch(Least{}, four);
+      else if (left <= 16) status = launch(Least<kType, 2>{}, two);
+      else status = launch(Least<kType, 4>{}, four);
     }
     return status;
   });

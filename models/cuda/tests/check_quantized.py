@@ -242,7 +242,7 @@ def check_status(lib, args):
 
 
 def times(args):
-    rows = [dict(rows=n, many=n > FEW) for n in (1, 2, 4, 8, 32)]
+    rows = [dict(rows=n, many=n > FEW) for n in (1, 2, 4, 8, 16, 32)]
     return [("packed weights, bf16", quantized, every(rows, of_types(SHAPES))),
             ("SwiGLU", quantized, every(rows, of_types([(inputs, 2 * outputs) for inputs, outputs in SWIGLU_SHAPES], swiglu=True)))]
 
