@@ -14,9 +14,10 @@ constexpr int kLanes = 8;       // lanes that share a row
 constexpr int kGroups = 4;      // rows, or runs of rows, a warp holds side by side
 constexpr int kEach = kDim / kLanes;
 
-template <typename ST> struct Lanes {
+template <typename ST, int K = kDim> struct Lanes {
   static constexpr int kVec = 16 / static_cast<int>(sizeof(ST));    // elements a chunk
-  static constexpr int kChunks = kEach / kVec;                      // chunks a lane and row
+  static constexpr int kLanes = K / kVec % 8 == 0 ? 8 : 4, kGroups = 32 / kLanes;
+  static constexpr int kEach = K / kLanes, kChunks = kEach / kVec;  // elements, chunks a lane and row
 
   // Where chunk j of lane `part` begins in a row.
   static __device__ __forceinline__ int column(int part, int j) { return kVec * (part + kLanes * j); }
@@ -56,17 +57,17 @@ template <typename ST> struct Lanes {
 };
 
 // Sum over the eight lanes of a row; all get the same bits.
-template <int N> __device__ __forceinline__ void row_sums(float (&x)[N]) {
+template <int LANES = kLanes, int N> __device__ __forceinline__ void row_sums(float (&x)[N]) {
 #pragma unroll
-  for (int d = kLanes / 2; d > 0; d /= 2)
+  for (int d = LANES / 2; d > 0; d /= 2)
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] += __shfl_xor_sync(0xffffffffu, x[i], d);
 }
 
-__device__ __forceinline__ float dot(const float (&x)[kEach], const float (&y)[kEach]) {
+template <int N> __device__ __forceinline__ float dot(const float (&x)[N], const float (&y)[N]) {
   float sum[2] = {0.f, 0.f};    // two chains, to halve their latency
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) sum[i & 1] = fmaf(x[i], y[i], sum[i & 1]);
+  for (int i = 0; i < N; ++i) sum[i & 1] = fmaf(x[i], y[i], sum[i & 1]);
   return sum[0] + sum[1];
 }
 
