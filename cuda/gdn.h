@@ -102,7 +102,7 @@ typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
-  GDN_DECODE_128 = 3,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
+  GDN_DECODE = 3,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
                            // 4, of the state to 16 bytes; for one token gates in f32 or in io_dtype
   GDN_CHUNKED_SM80 = 4,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
                            // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements

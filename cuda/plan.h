@@ -33,6 +33,12 @@ inline bool short_offsets(const gdn_common &p) {
 
 // ---- gdn_rule ----
 
+// Head sizes of gdn_step, and of GDN_DECODE for several tokens.
+inline bool step_dims(int32_t k, int32_t v) { return (k == 128 && v == 128) || (k == 96 && v == 192); }
+
+// Head sizes of GDN_DECODE for one token. All its blocks have 4, 8, 16 or 32 value rows.
+inline bool decode_dims(int32_t k, int32_t v) { return (k == 64 || k == 96 || k == 128 || k == 192 || k == 256) && v % 32 == 0; }
+
 // Without the extras that only GDN_RECURRENT supports, but for those that the chunk forms support too. States that are null are asked
 // for apart: a workspace may be sized before they are known.
 inline bool without_extras(const gdn_rule_params &p) {
@@ -46,15 +52,16 @@ inline bool recurrent_128_supports(const gdn_rule_params &p) {
          aligned_rows(p.k, 4, p.common.io_dtype);
 }
 
-inline bool decode_128_supports(const gdn_rule_params &p) {
+inline bool decode_supports(const gdn_rule_params &p) {
   const gdn_common &c = p.common;
   const int64_t n = c.seqs.num_seqs;
-  const bool fits = !one_token(c.seqs) || (short_offsets(c) && short_offsets(p.q, n, c.num_k_heads, 128) &&
-                                           short_offsets(p.k, n, c.num_k_heads, 128) && short_offsets(p.v, n, c.num_v_heads, 128) &&
-                                           short_offsets(p.o, n, c.num_v_heads, 128));
-  return fits && c.head_k == 128 && c.head_v == 128 && max_tokens(c.seqs) <= 16 && n <= 65535 &&
-         aligned_state(c, c.state_dtype == GDN_F32 ? 4 : 8) && aligned_rows(p.q, 8, c.io_dtype) && aligned_rows(p.k, 8, c.io_dtype) &&
-         aligned_rows(p.v, 4, c.io_dtype);
+  const auto short_rows = [&] {
+    return short_offsets(c) && short_offsets(p.q, n, c.num_k_heads, c.head_k) && short_offsets(p.k, n, c.num_k_heads, c.head_k) &&
+           short_offsets(p.v, n, c.num_v_heads, c.head_v) && short_offsets(p.o, n, c.num_v_heads, c.head_v);
+  };
+  const bool fits = one_token(c.seqs) ? decode_dims(c.head_k, c.head_v) && short_rows() : step_dims(c.head_k, c.head_v);
+  return fits && max_tokens(c.seqs) <= 16 && n <= 65535 && aligned_state(c, c.state_dtype == GDN_F32 ? 4 : 8) &&
+         aligned_rows(p.q, 8, c.io_dtype) && aligned_rows(p.k, 8, c.io_dtype) && aligned_rows(p.v, 4, c.io_dtype);
 }
 
 inline bool chunked_sm80_supports(const gdn_rule_params &p) {
@@ -90,7 +97,7 @@ inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Devic
   const bool supported[] = {true,
                             true,
                             any && recurrent_128_supports(p),
-                            any && decode_128_supports(p),
+                            any && decode_supports(p),
                             chunked && chunked_sm80_supports(p),
                             chunked && chunked_sm90_supports(p, d)};
   if (p.algo != GDN_AUTO) return supported[p.algo] ? p.algo : GDN_AUTO;
@@ -98,7 +105,7 @@ inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Devic
   // head over more.
   const int32_t tokens = max_tokens(p.common.seqs);
   const bool several = tokens <= 8 && heads_of(p.common) > d.sms;
-  return supported[GDN_DECODE_128] && (tokens <= 1 || several)               ? GDN_DECODE_128
+  return supported[GDN_DECODE] && (tokens <= 1 || several)               ? GDN_DECODE
          : tokens >= kChunked90Tokens && supported[GDN_CHUNKED_SM90] ? GDN_CHUNKED_SM90
          : tokens >= kChunked80Tokens && supported[GDN_CHUNKED_SM80] ? GDN_CHUNKED_SM80
          : supported[GDN_RECURRENT_128]                              ? GDN_RECURRENT_128
@@ -132,14 +139,21 @@ inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Devic
 // a second wave would double the time: small ones while they leave no multiprocessor idle.
 inline int recurrent_rows(int64_t heads, int sms) { return heads <= sms / 8 ? 1 : heads <= sms / 2 ? 2 : 4; }
 
-// GDN_DECODE_128, one token: rows a lane group and warps a block.
+// GDN_DECODE, one token: rows a lane group and warps a block. Few heads are divided over as many warps as there are rows; then more
+// rows a warp share the loads of q and k, as long as a lane has no more than some 128 bytes of the state under way.
 struct DecodeShape {
   int rows, warps;
 };
-inline DecodeShape decode_shape(int64_t heads, int32_t state_dtype, int sms) {
-  if (heads <= sms * 5 / 4) return {1, 4};
-  if (state_dtype == GDN_BF16) return {4, 1};
-  return heads <= sms * 5 / 2 ? DecodeShape{4, 2} : DecodeShape{2, 1};
+enum class Work { kFew, kSome, kMany };
+constexpr DecodeShape decode_shape(Work work, int32_t state_dtype, int k) {
+  const bool wide = k > 128;
+  if (work == Work::kFew) return {1, 4};
+  if (state_dtype == GDN_BF16) return {wide || k == 96 ? 2 : 4, 1};
+  return work == Work::kSome ? DecodeShape{wide ? 2 : 4, 2} : DecodeShape{wide ? 1 : k == 64 ? 4 : 2, 1};
+}
+inline Work decode_work(const gdn_common &p, int sms) {
+  const int64_t heads = heads_of(p) * p.head_k * p.head_v / (128 * 128);    // as many as have the same bytes with K = V = 128
+  return heads <= sms * 5 / 4 ? Work::kFew : heads <= sms * 5 / 2 ? Work::kSome : Work::kMany;
 }
 
 // ---- gdn_step ----
@@ -149,7 +163,7 @@ inline bool step_supports(const gdn_step_params &p) {
   const gdn_common &c = p.common;
   const gdn_layer &layer = p.layer;
   const int64_t bytes = 4 * dtype_size(c.io_dtype);
-  return c.head_k == 128 && c.head_v == 128 && layer.conv_width == 4 && c.seqs.num_seqs <= 65535 && max_tokens(c.seqs) <= 16 &&
+  return step_dims(c.head_k, c.head_v) && layer.conv_width == 4 && c.seqs.num_seqs <= 65535 && max_tokens(c.seqs) <= 16 &&
          aligned_state(c, c.state_dtype == GDN_F32 ? 4 : 8) && aligned_tokens(layer.x, 4, c.io_dtype) &&
          aligned_rows(layer.z, 4, c.io_dtype) && aligned_rows(layer.out, 4, c.io_dtype) && aligned(layer.conv_weight, 16) &&
          aligned(p.conv_in, bytes) && aligned(p.conv_out, bytes) && p.conv_in_stride % 4 == 0 && p.conv_out_stride % 4 == 0;
@@ -158,22 +172,23 @@ inline bool step_supports(const gdn_step_params &p) {
 // Whether all offsets of GDN_STEP_SPLIT fit in 32 bits.
 inline bool split_offsets_fit(const gdn_step_params &p) {
   const gdn_common &c = p.common;
-  const int64_t n = c.seqs.num_seqs, channels = (int64_t{2} * c.num_k_heads + c.num_v_heads) * 128;
-  return short_offsets(c) && short_offsets(p.layer.x, n, 1, channels) && short_offsets(p.layer.z, n, c.num_v_heads, 128) &&
-         short_offsets(p.layer.out, n, c.num_v_heads, 128) && p.conv_in_stride <= kMaxOffset && p.conv_out_stride <= kMaxOffset;
+  const int64_t n = c.seqs.num_seqs, channels = int64_t{2} * c.num_k_heads * c.head_k + int64_t{c.num_v_heads} * c.head_v;
+  return short_offsets(c) && short_offsets(p.layer.x, n, 1, channels) && short_offsets(p.layer.z, n, c.num_v_heads, c.head_v) &&
+         short_offsets(p.layer.out, n, c.num_v_heads, c.head_v) && p.conv_in_stride <= kMaxOffset && p.conv_out_stride <= kMaxOffset;
 }
 
 // Shared memory of a block with `ratio` value heads and tiles of the most bytes (step/whole.cuh): tiles, barrier, tokens.
-constexpr int64_t kWholeTiles = 65536, kWholeHeader = 16;
-constexpr int64_t token_floats(int ratio) { return (2 + ratio) * 128 + (2 * ratio + 4) / 4 * 4; }
-inline int64_t whole_bytes(int ratio, const gdn_sequences &s) {
-  const int64_t tokens = max_tokens(s) > 1 ? max_tokens(s) : 1;
-  return kWholeTiles + kWholeHeader + tokens * token_floats(ratio) * 4;
+constexpr int64_t kWholeHeader = 16;
+constexpr int64_t whole_tiles(int k) { return 512 * k; }
+constexpr int64_t token_floats(int k, int v, int ratio) { return 2 * k + ratio * v + (2 * ratio + 4) / 4 * 4; }
+inline int64_t whole_bytes(const gdn_common &p, int ratio) {
+  const int64_t tokens = max_tokens(p.seqs) > 1 ? max_tokens(p.seqs) : 1;
+  return whole_tiles(p.head_k) + kWholeHeader + tokens * token_floats(p.head_k, p.head_v, ratio) * 4;
 }
 
 struct Step {
   int algo = GDN_STEP_AUTO;    // none
-  int rows = 1;                // of GDN_STEP_SPLIT, a lane group
+  int rows = 1;                // of GDN_STEP_SPLIT, a group of eight lanes
   int depth = 4;               // of GDN_STEP_HEADS
   int blocks = 0;              // a multiprocessor at most, but for GDN_STEP_SPLIT
 };
@@ -184,11 +199,12 @@ inline Step step(const gdn_step_params &p, const Device &d) {
   if (!step_supports(p)) return s;
   const int ratio = ratio_of(p.common), sms = d.sms;
   const int64_t heads = heads_of(p.common);
-  s.rows = ratio <= 2 && heads <= (ratio == 1 ? sms / 4 : sms / 2) ? 2 : 4;
+  const int splits = p.common.head_v / 32;    // of a value head at most
+  s.rows = ratio * splits <= 8 && heads <= (ratio == 1 ? sms / 4 : sms / 2) ? 2 : 4;
   s.depth = heads <= sms * 3 / 2 ? 4 : 2;
-  const bool whole = whole_bytes(ratio, p.common.seqs) <= d.shared_bytes;
-  const bool split = d.sm90 && one_token(p.common.seqs) && ratio * (8 / s.rows) <= 8 && split_offsets_fit(p);
-  const bool in_clusters = d.sm90 && ratio > 1 && ratio <= 8 && whole_bytes(1, p.common.seqs) <= d.shared_bytes;
+  const bool whole = whole_bytes(p.common, ratio) <= d.shared_bytes;
+  const bool split = d.sm90 && one_token(p.common.seqs) && ratio * (2 * splits / s.rows) <= 8 && split_offsets_fit(p);
+  const bool in_clusters = d.sm90 && ratio > 1 && ratio <= 8 && whole_bytes(p.common, 1) <= d.shared_bytes;
 
   const bool supported[] = {true, whole, split, in_clusters};
   if (p.algo != GDN_STEP_AUTO) s.algo = supported[p.algo] ? p.algo : GDN_STEP_AUTO;

@@ -1,4 +1,4 @@
-// GDN_DECODE_128: up to 16 tokens, K = V = 128.
+// GDN_DECODE: one token of many head sizes, or up to 16 tokens of those of the fused step.
 #include "decode.cuh"
 
 #include "../plan.h"
@@ -9,31 +9,48 @@ namespace gdn {
 namespace step {
 namespace {
 
-template <typename T, typename ST, int ROWS, int WARPS> int launch_decode(const gdn_rule_params &p, cudaStream_t stream) {
+template <typename T, typename ST, int K, plan::Work WORK> int launch_shape(const gdn_rule_params &p, cudaStream_t stream) {
+  constexpr plan::DecodeShape kShape = plan::decode_shape(WORK, std::is_same_v<ST, float> ? GDN_F32 : GDN_BF16, K);
+  constexpr int kBlockRows = Lanes<ST, K>::kGroups * kShape.rows * kShape.warps;
+  static_assert(32 % kBlockRows == 0, "V is a multiple of 32");
   const gdn_common &c = p.common;
-  const dim3 grid(kDim / (kGroups * ROWS * WARPS), static_cast<unsigned>(c.num_v_heads), static_cast<unsigned>(c.seqs.num_seqs));
+  const dim3 grid(static_cast<unsigned>(c.head_v / kBlockRows), static_cast<unsigned>(c.num_v_heads), static_cast<unsigned>(c.seqs.num_seqs));
   return with_gate<T>(c.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
-    GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * WARPS)) return status;)
-    return launch(decode_kernel<T, G, ST, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, decode_params(p) GDN_PROFILED(, target));
+    GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * kShape.warps)) return status;)
+    return launch(decode_kernel<T, G, ST, K, kShape.rows, kShape.warps>, {grid, dim3(32 * kShape.warps), 0, stream},
+                  decode_params(p) GDN_PROFILED(, target));
   });
+}
+
+template <typename T, typename ST, int K> int launch_one_token(const gdn_rule_params &p, plan::Work work, cudaStream_t stream) {
+  switch (work) {
+    case plan::Work::kFew: return launch_shape<T, ST, K, plan::Work::kFew>(p, stream);
+    case plan::Work::kSome: return launch_shape<T, ST, K, plan::Work::kSome>(p, stream);
+    default: return launch_shape<T, ST, K, plan::Work::kMany>(p, stream);
+  }
 }
 
 }  // namespace
 }  // namespace step
 }  // namespace gdn
 
-int gdn::launch_decode_128(const gdn_rule_params &p, cudaStream_t stream) {
+int gdn::launch_decode(const gdn_rule_params &p, cudaStream_t stream) {
   using namespace step;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const plan::DecodeShape shape = plan::decode_shape(plan::heads_of(p.common), p.common.state_dtype, sms);
+  const plan::Work work = plan::decode_work(p.common, sms);
   return with_dtypes(p.common, [&](auto io, auto state) {
     using T = typename decltype(io)::type;
     using ST = typename decltype(state)::type;
-    if (!plan::one_token(p.common.seqs)) return launch_whole<T, ST, Unit::kRule, true, 2>(p, stream);
-    if (shape.rows == 1) return launch_decode<T, ST, 1, 4>(p, stream);
-    if constexpr (sizeof(ST) == 2) return launch_decode<T, ST, 4, 1>(p, stream);
-    else return shape.rows == 4 ? launch_decode<T, ST, 4, 2>(p, stream) : launch_decode<T, ST, 2, 1>(p, stream);
+    if (!plan::one_token(p.common.seqs))
+      return with_step_dims(p.common, [&](auto dims) { return launch_whole<T, ST, decltype(dims), Unit::kRule, true, 2>(p, stream); });
+    switch (p.common.head_k) {
+      case 64: return launch_one_token<T, ST, 64>(p, work, stream);
+      case 96: return launch_one_token<T, ST, 96>(p, work, stream);
+      case 128: return launch_one_token<T, ST, 128>(p, work, stream);
+      case 192: return launch_one_token<T, ST, 192>(p, work, stream);
+      default: return launch_one_token<T, ST, 256>(p, work, stream);
+    }
   });
 }

@@ -44,6 +44,7 @@ struct DecodeParams {
   Rows q, k, v, a, b, o;
   const float *a_log, *dt_bias;
   uint32_t ratio, inverse_ratio;    // as in Sizes
+  uint32_t head_v;
   int32_t l2norm;
   float l2_eps, scale, beta_scale;
 };
@@ -55,20 +56,20 @@ inline DecodeParams decode_params(const gdn_rule_params &p) {
   const auto slots = [&](const gdn_slots &s) { return DecodeParams::Slots{s.slots, low(s.num_slots), low(s.slot_stride)}; };
   const auto rows = [&](const gdn_heads &x) { return DecodeParams::Rows{x.ptr, low(x.seq_stride), low(x.head_stride)}; };
   return {c.state_in, c.state_out, slots(c.in_slots), slots(c.out_slots), rows(p.q), rows(p.k), rows(p.v), rows(c.a), rows(c.b),
-          rows(p.o), c.a_log, static_cast<const float *>(c.dt_bias), sizes.ratio, sizes.inverse_ratio, c.l2norm, c.l2_eps, c.scale,
-          c.beta_scale};
+          rows(p.o), c.a_log, static_cast<const float *>(c.dt_bias), sizes.ratio, sizes.inverse_ratio,
+          static_cast<uint32_t>(c.head_v), c.l2norm, c.l2_eps, c.scale, c.beta_scale};
 }
 
-// G: the type of the gates.
-template <typename T, typename G, typename ST, int ROWS, int WARPS>
+// G: the type of the gates. V is a multiple of a block's rows.
+template <typename T, typename G, typename ST, int K, int ROWS, int WARPS>
 __global__ void __launch_bounds__(32 * WARPS) decode_kernel(const __grid_constant__ DecodeParams p
                                                              GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   GDN_PROFILED(profile::Stamps stamps(target, profile::kDecode);)
-  using L = Lanes<ST>;
-  const uint32_t lane = threadIdx.x % 32, part = lane % kLanes;
+  using L = Lanes<ST, K>;
+  const uint32_t lane = threadIdx.x % 32, part = lane % L::kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z;
-  const uint32_t row0 = (blockIdx.x * WARPS + threadIdx.x / 32) * kGroups * ROWS + lane / kLanes * ROWS;
-  const uint32_t within = (head * kDim + row0) * kDim;
+  const uint32_t row0 = (blockIdx.x * WARPS + threadIdx.x / 32) * L::kGroups * ROWS + lane / L::kLanes * ROWS;
+  const uint32_t within = (head * p.head_v + row0) * K;
   const uint32_t in_slot = p.in_slots.number(n);
   const ST *in = static_cast<const ST *>(p.state_in) + (p.in_slots.offset(in_slot) + within);
   uint4 raw[ROWS][L::kChunks] = {};
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(32 * WARPS) decode_kernel(const __grid_constan
 #pragma unroll
     for (int r = 0; r < ROWS; ++r)
 #pragma unroll
-      for (int j = 0; j < L::kChunks; ++j) raw[r][j] = L::load(in + r * kDim, part, j);
+      for (int j = 0; j < L::kChunks; ++j) raw[r][j] = L::load(in + r * K, part, j);
   }
   __syncwarp();    // later loads stay after these
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
@@ -111,9 +112,9 @@ __global__ void __launch_bounds__(32 * WARPS) decode_kernel(const __grid_constan
   const float beta = p.beta_scale * sigmoid(to_float(raw_b));
   GDN_PROFILED(stamps.lap(profile::kGates); stamps.wait(profile::kWaitQkv, raw_k, raw_q, raw_v);
                stamps.wait(profile::kWaitState, raw);)
-  float k[kEach], q[kEach], state[ROWS][kEach], v[ROWS], y[ROWS];
+  float k[L::kEach], q[L::kEach], state[ROWS][L::kEach], v[ROWS], y[ROWS];
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) k[i] = raw_k[i / L::kVec].at(i % L::kVec), q[i] = raw_q[i / L::kVec].at(i % L::kVec);
+  for (int i = 0; i < L::kEach; ++i) k[i] = raw_k[i / L::kVec].at(i % L::kVec), q[i] = raw_q[i / L::kVec].at(i % L::kVec);
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     v[r] = to_float(raw_v[r]);
@@ -122,14 +123,14 @@ __global__ void __launch_bounds__(32 * WARPS) decode_kernel(const __grid_constan
   }
   gdn_common norms = {};
   norms.l2norm = p.l2norm, norms.l2_eps = p.l2_eps, norms.scale = p.scale;
-  normalise_and_update(norms, state, k, q, v, decay, beta, y);
+  normalise_and_update<L::kLanes>(norms, state, k, q, v, decay, beta, y);
   GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
   ST *out = static_cast<ST *>(p.state_out) + (p.out_slots.offset(out_slot) + within);
   float out_value = 0.f;
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    L::store(out + r * kDim, part, state[r]);
+    L::store(out + r * K, part, state[r]);
     if (part == r) out_value = y[r];
   }
   if (part < ROWS) o[part] = from_float<T>(out_value);

@@ -67,7 +67,7 @@ extern "C" int gdn_rule(const gdn_rule_params *params, cudaStream_t stream) {
   switch (algo) {
     case GDN_RECURRENT: return launch_recurrent(p, stream);
     case GDN_RECURRENT_128: return launch_recurrent_128(p, stream);
-    case GDN_DECODE_128: return launch_decode_128(p, stream);
+    case GDN_DECODE: return launch_decode(p, stream);
   }
   return launch_chunked(p, algo, stream);
 }

@@ -7,7 +7,7 @@ namespace gdn {
 
 int launch_recurrent(const gdn_rule_params &p, cudaStream_t stream);
 int launch_recurrent_128(const gdn_rule_params &p, cudaStream_t stream);
-int launch_decode_128(const gdn_rule_params &p, cudaStream_t stream);
+int launch_decode(const gdn_rule_params &p, cudaStream_t stream);
 
 namespace recurrent {
 template <typename T> int launch_any(const gdn_rule_params &p, cudaStream_t stream);    // float, Any16

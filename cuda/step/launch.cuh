@@ -11,14 +11,25 @@
 namespace gdn {
 namespace step {
 
-static_assert(StateStream<float, 2, 4>::kBytes == plan::kWholeTiles && kHeader == plan::kWholeHeader, "plan.h has the most bytes of a form");
-static_assert(Record{1}.size() == plan::token_floats(1) && Record{4}.size() == plan::token_floats(4), "plan.h has the size of a token");
+// Sizes of a head.
+template <int K, int V> struct Dims {
+  static constexpr int kK = K, kV = V;
+  static_assert(StateStream<float, K, V, 2, 4>::kBytes == plan::whole_tiles(K) && kHeader == plan::kWholeHeader, "plan.h has the most bytes of a form");
+  static_assert(Record<K, V>{1}.size() == plan::token_floats(K, V, 1) && Record<K, V>{4}.size() == plan::token_floats(K, V, 4),
+                "plan.h has the size of a token");
+};
+
+// fn(Dims<K, V>) for the sizes of plan::step_dims().
+template <typename F> int with_step_dims(const gdn_common &p, F &&fn) {
+  return p.head_k == 128 ? fn(Dims<128, 128>{}) : fn(Dims<96, 192>{});
+}
 
 // `blocks`: at most so many a multiprocessor, 0 for as many as fit.
-template <typename T, typename ST, Unit UNIT, bool MANY, int DEPTH>
+template <typename T, typename ST, typename D, Unit UNIT, bool MANY, int DEPTH>
 int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bool overlap = false, int blocks = 0) {
   const int ratio = UNIT == Unit::kKeyHead ? plan::ratio_of(p.common) : 1;
-  int64_t bytes = plan::whole_bytes(ratio, p.common.seqs) - plan::kWholeTiles + StateStream<ST, kRows<UNIT, MANY>, DEPTH>::kBytes;
+  constexpr int kTiles = StateStream<ST, D::kK, D::kV, kRows<UNIT, MANY, Lanes<ST, D::kK>::kLanes>, DEPTH>::kBytes;
+  int64_t bytes = plan::whole_bytes(p.common, ratio) - plan::whole_tiles(D::kK) + kTiles;
   int optin = 0;
   if (const int status = shared_limit(&optin)) return status;
   if (bytes > optin) return GDN_BAD_ALGO;
@@ -28,7 +39,7 @@ int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bo
                   static_cast<unsigned>(p.common.seqs.num_seqs));
   const int cluster = UNIT == Unit::kValueHead ? plan::ratio_of(p.common) : 1;
   GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * kWarps)) return status;)
-  return launch_allowed<whole_kernel<T, ST, UNIT, MANY, DEPTH>>({grid, dim3(32 * kWarps), bytes, stream, overlap, cluster}, optin,
+  return launch_allowed<whole_kernel<T, ST, D::kK, D::kV, UNIT, MANY, DEPTH>>({grid, dim3(32 * kWarps), bytes, stream, overlap, cluster}, optin,
                                                                 p GDN_PROFILED(, target));
 }
 

@@ -23,13 +23,13 @@ __device__ __forceinline__ const gdn_heads &output_of(const gdn_step_params &p) 
 
 // A token in shared memory, in floats: q, k, v of the block's value heads (in whose place o comes later), decay and beta
 // a head, and k.q.
-struct Record {
+template <int K, int V> struct Record {
   int32_t ratio;
-  static constexpr int q = 0, k = kDim;
-  __device__ __forceinline__ int v(int h) const { return (2 + h) * kDim; }
-  __device__ __forceinline__ int gates(int h) const { return (2 + ratio) * kDim + 2 * h; }
-  __device__ __forceinline__ int kq() const { return (2 + ratio) * kDim + 2 * ratio; }
-  constexpr __host__ __device__ __forceinline__ int size() const { return (2 + ratio) * kDim + (2 * ratio + 4) / 4 * 4; }
+  static constexpr int q = 0, k = K;
+  __device__ __forceinline__ int v(int h) const { return 2 * K + h * V; }
+  __device__ __forceinline__ int gates(int h) const { return v(ratio) + 2 * h; }
+  __device__ __forceinline__ int kq() const { return v(ratio) + 2 * ratio; }
+  constexpr __host__ __device__ __forceinline__ int size() const { return 2 * K + ratio * V + (2 * ratio + 4) / 4 * 4; }
 };
 
 // A row of q or of a key, four elements a lane: divided by its norm, and q times its scale.
@@ -51,27 +51,34 @@ __device__ __forceinline__ void normalise(const gdn_common &p, bool key, float (
   }
 }
 
+// A warp does K channels at a time, four a lane: q, k, or a part of a value head.
 // CLUSTER: other blocks read the convolution's state of q and k too, so that it is stored last.
-template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
+template <typename T, int K, int V, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
+  static constexpr int kParts = V / K;    // of a value head
+  static_assert(K <= 128 && V % K == 0);
+
   const ParamsOf<FUSED> &p;
-  const Record layout;
+  const Record<K, V> layout;
   float *records;
   int n;
   Tokens seq;
   int64_t in_slot, out_slot;
   int key_head, head0, warp, lane;
   GDN_PROFILED(profile::Stamps &stamps;)
-  Raw4<T> raw_z = {};    // of the first row that this warp will normalise
+  Raw4<T> raw_z[kParts] = {};    // of the first row that this warp will normalise
 
-  // Group 0 is q, group 1 is k, the others are the value heads. This lane's four channels.
+  // Whether this lane has channels. The others hold zeros.
+  __device__ __forceinline__ bool active() const { return K == 128 || 4 * lane < K; }
+
+  // Group 0 is q, group 1 is k, the others are the parts of the value heads. This lane's four channels.
   __device__ __forceinline__ int channel(int group) const {
-    const int kk = p.common.num_k_heads * kDim;
-    return (group == 0   ? key_head * kDim
-            : group == 1 ? kk + key_head * kDim
-                         : 2 * kk + (head0 + group - 2) * kDim) +
+    const int kk = p.common.num_k_heads * K;
+    return (group == 0   ? key_head * K
+            : group == 1 ? kk + key_head * K
+                         : 2 * kk + (head0 * kParts + group - 2) * K) +
            4 * lane;
   }
-  __device__ __forceinline__ int channels() const { return (2 * p.common.num_k_heads + p.common.num_v_heads) * kDim; }
+  __device__ __forceinline__ int channels() const { return (2 * p.common.num_k_heads + kParts * p.common.num_v_heads) * K; }
 
   __device__ __forceinline__ const T *input(int group, int t) const {
     if constexpr (FUSED) {
@@ -79,27 +86,28 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     } else {
       const T *row = group == 0   ? heads_at<T>(p.q, n, seq.first + t, key_head)
                      : group == 1 ? heads_at<T>(p.k, n, seq.first + t, key_head)
-                                  : heads_at<T>(p.v, n, seq.first + t, head0 + group - 2);
+                                  : heads_at<T>(p.v, n, seq.first + t, head0 + (group - 2) / kParts) + (group - 2) % kParts * K;
       return row + 4 * lane;
     }
   }
 
-  static __device__ __forceinline__ Raw4<T> raw(const T *p) { return raw_load4(p, 0, 4, true); }
+  __device__ __forceinline__ Raw4<T> raw(const T *p) const { return raw_load4(p, 0, active() ? 4 : 0, true); }
 
   __device__ __forceinline__ void put(float *record, int group, float (&y)[4]) const {
     if (group < 2) normalise(p.common, group == 1, y);
-    *reinterpret_cast<float4 *>(record + group * kDim + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
+    if (active()) *reinterpret_cast<float4 *>(record + group * K + 4 * lane) = make_float4(y[0], y[1], y[2], y[3]);
   }
 
   // `load_state` runs between the first loads and their use.
   template <typename Load> __device__ __forceinline__ void operator()(Load &&load_state) {
-    const int groups = 2 + layout.ratio, tokens = MANY ? seq.count : 1;
+    const int groups = 2 + layout.ratio * kParts, tokens = MANY ? seq.count : 1;
     RawTaps taps;
     Raw4<T> old[kWidth - 1], now = {};
     auto request_window = [&](int group) {
       if constexpr (FUSED) {
         const int c = channel(group);
-        taps.load(p.layer.conv_weight, c, p.layer.conv_dtype);
+        if (active()) taps.load(p.layer.conv_weight, c, p.layer.conv_dtype);
+        else taps = {};
         const T *from = static_cast<const T *>(p.conv_in) + in_slot * p.conv_in_stride + c;
 #pragma unroll
         for (int j = 0; j < kWidth - 1; ++j) old[j] = raw(from + j * channels());
@@ -134,7 +142,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
         put(records + t * layout.size(), group, y);
       }
       if constexpr (FUSED) {
-        if (!CLUSTER || group >= 2) {
+        if ((!CLUSTER || group >= 2) && active()) {
           T *to = static_cast<T *>(p.conv_out) + out_slot * p.conv_out_stride + channel(group);
 #pragma unroll
           for (int j = 0; j < kWidth - 1; ++j) store_pack<T, 4>(to + j * channels(), window[j]);
@@ -176,7 +184,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
     };
     if (gate >= 0) load_gates(gate);
     if constexpr (FUSED) {
-      if (warp < tokens * layout.ratio) raw_z = raw(z_row(warp));
+      if (warp < tokens * layout.ratio) load_z(warp, raw_z);
       if (!p.layer.overlap) load_state();
     } else {
       load_state();
@@ -202,6 +210,7 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
 
   // The convolution's new state of q or k: the last inputs of (old state, tokens), read again after all blocks have used them.
   __device__ __forceinline__ void store_window(int group) const {
+    if (!active()) return;
     const int tokens = MANY ? seq.count : 1, c = channel(group);
     const T *from = static_cast<const T *>(p.conv_in) + in_slot * p.conv_in_stride + c;
     T *to = static_cast<T *>(p.conv_out) + out_slot * p.conv_out_stride + c;
@@ -219,39 +228,57 @@ template <typename T, bool FUSED, bool CLUSTER, bool MANY> struct Prepare {
   __device__ __forceinline__ void products() const {
     for (int t = warp; t < seq.count; t += kWarps) {
       float *record = records + t * layout.size();
-      const float4 q = *reinterpret_cast<const float4 *>(record + layout.q + 4 * lane);
-      const float4 k = *reinterpret_cast<const float4 *>(record + layout.k + 4 * lane);
+      float4 q = {}, k = {};
+      if (active()) {
+        q = *reinterpret_cast<const float4 *>(record + layout.q + 4 * lane);
+        k = *reinterpret_cast<const float4 *>(record + layout.k + 4 * lane);
+      }
       const float sum = group_sum(fmaf(q.x, k.x, q.y * k.y) + fmaf(q.z, k.z, q.w * k.w));
       if (lane == 0) record[layout.kq()] = sum;
     }
   }
 
   // Row i of the output: value head head0 + i % ratio of token i / ratio.
-  __device__ __forceinline__ const T *z_row(int i) const {
-    return heads_at<T>(p.layer.z, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane;
+  __device__ __forceinline__ void load_z(int i, Raw4<T> (&z)[kParts]) const {
+    const T *row = heads_at<T>(p.layer.z, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) z[part] = raw(row + part * K);
   }
 
   // The gated norm of o, which stands where v stood: a warp a row.
   __device__ __forceinline__ void norm() const {
     const int rows = (MANY ? seq.count : 1) * layout.ratio;
-    Raw4<T> z = raw_z;
-    float weight[4];
+    Raw4<T> z[kParts];
+    float weight[kParts][4];
 #pragma unroll
-    for (int c = 0; c < 4; ++c) weight[c] = load_any(p.layer.norm_weight, 4 * lane + c, p.layer.norm_dtype);
+    for (int part = 0; part < kParts; ++part) {
+      z[part] = raw_z[part];
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        weight[part][c] = active() ? load_any(p.layer.norm_weight, part * K + 4 * lane + c, p.layer.norm_dtype) : 0.f;
+    }
     for (int i = warp; i < rows; i += kWarps) {
-      if (i != warp) z = raw(z_row(i));
-      const float4 o = *reinterpret_cast<const float4 *>(records + i / layout.ratio * layout.size() +
-                                                         layout.v(i % layout.ratio) + 4 * lane);
-      const float x[4] = {o.x, o.y, o.z, o.w};
-      const float sum = group_sum(fmaf(o.x, o.x, o.y * o.y) + fmaf(o.z, o.z, o.w * o.w));
-      const float scale = rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps);
-      float y[4];
+      if (i != warp) load_z(i, z);
+      const float *row = records + i / layout.ratio * layout.size() + layout.v(i % layout.ratio) + 4 * lane;
+      float x[kParts][4], squares = 0.f;
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float gate = raw_to_float(z, c);
-        y[c] = x[c] * scale * weight[c] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
+      for (int part = 0; part < kParts; ++part) {
+        const float4 o = active() ? *reinterpret_cast<const float4 *>(row + part * K) : float4{};
+        x[part][0] = o.x, x[part][1] = o.y, x[part][2] = o.z, x[part][3] = o.w;
+        squares += fmaf(x[part][0], x[part][0], x[part][1] * x[part][1]) + fmaf(x[part][2], x[part][2], x[part][3] * x[part][3]);
       }
-      store_pack<T, 4>(out_heads_at<T>(p.layer.out, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane, y);
+      const float scale = rsqrtf(group_sum(squares) * (1.f / V) + p.layer.norm_eps);
+      T *out = out_heads_at<T>(p.layer.out, n, seq.first + i / layout.ratio, head0 + i % layout.ratio) + 4 * lane;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        float y[4];
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+          const float gate = raw_to_float(z[part], c);
+          y[c] = x[part][c] * scale * weight[part][c] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
+        }
+        if (active()) store_pack<T, 4>(out + part * K, y);
+      }
     }
   }
 };

@@ -16,22 +16,24 @@ namespace step {
 
 constexpr int kSplitWarps = 4;
 
-// ROWS a lane group, so 16 ROWS value rows a block and 8 / ROWS blocks a head.
+// ROWS a group of eight lanes, so 16 ROWS value rows a block and V / (16 ROWS) blocks a head.
 // One function: loads are under way from its first lines to its last, in registers that its parts could not pass on.
-template <typename T, typename G, typename ST, int ROWS>
+template <typename T, typename G, typename ST, int K, int V, int ROWS>
 __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     const __grid_constant__ gdn_step_params p, const __grid_constant__ Sizes sizes
         GDN_PROFILED(, const __grid_constant__ profile::Target target)) {
   if (!ptx::kSm90) return;
   GDN_PROFILED(profile::Stamps stamps(target, profile::kStep);)
-  using L = Lanes<ST>;
-  constexpr int kTile = kSplitWarps * kGroups * ROWS, kSplits = kDim / kTile;
-  __shared__ __align__(16) float shared_q[kDim], shared_k[kDim], shared_v[kTile];
+  using L = Lanes<ST, K>;
+  constexpr int kRows = ROWS * L::kLanes / 8;    // a lane group
+  constexpr int kTile = kSplitWarps * L::kGroups * kRows, kSplits = V / kTile;
+  static_assert(K <= 128 && kTile <= 128 && kSplits * kTile == V);
+  __shared__ __align__(16) float shared_q[K], shared_k[K], shared_v[kTile];
   __shared__ float2 shared_gates;
   __shared__ float squares[kSplits][kSplitWarps];    // of all blocks of the head, sent by them
   // The squares; and at block 0, where all blocks arrive when they have read the convolution's state.
   __shared__ __align__(8) uint64_t arrived[2];
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % L::kLanes;
   const uint32_t rank = blockIdx.x, n = blockIdx.z, key_head = blockIdx.y;    // the cluster is the grid's x
   const uint32_t split = rank % kSplits, head = key_head * sizes.ratio + rank / kSplits;
   const gdn_common &common = p.common;
@@ -53,26 +55,26 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     return;
   }
   // Load the state.
-  const uint32_t tile_row = (warp * kGroups + lane / kLanes) * ROWS, row0 = split * kTile + tile_row;
-  const uint32_t within = (head * kDim + row0) * kDim;
+  const uint32_t tile_row = (warp * L::kGroups + lane / L::kLanes) * kRows, row0 = split * kTile + tile_row;
+  const uint32_t within = (head * V + row0) * K;
   const ST *in = state_at<ST>(common.state_in, common.in_slots, in_slot) + within;
   // With `overlap` the state does not wait for the kernel before this one.
   if (!p.layer.overlap) ptx::grid_dependency_wait();
   GDN_PROFILED(stamps.lap(profile::kSetup);)
-  uint4 raw_state[ROWS][L::kChunks];
+  uint4 raw_state[kRows][L::kChunks];
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r)
+  for (int r = 0; r < kRows; ++r)
 #pragma unroll
-    for (int j = 0; j < L::kChunks; ++j) raw_state[r][j] = L::load(in + r * kDim, part, j);
+    for (int j = 0; j < L::kChunks; ++j) raw_state[r][j] = L::load(in + r * K, part, j);
   __syncwarp();    // later loads stay after these
   GDN_PROFILED(stamps.lap(profile::kLoadState);)
 
   // Load the convolution's window and weights: warps 0 and 1 those of q and k, warp 2 those of v (a lane four channels), warp 3
   // the gates' parameters.
-  const uint32_t key = key_head * kDim;
+  const uint32_t key = key_head * K;
   const uint32_t channel =
-      (warp == 0 ? key : warp == 1 ? sizes.keys + key : 2 * sizes.keys + head * kDim + split * kTile) + 4 * lane;
-  const bool active = warp < 2 || (warp == 2 && 4 * lane < kTile);
+      (warp == 0 ? key : warp == 1 ? sizes.keys + key : 2 * sizes.keys + head * V + split * kTile) + 4 * lane;
+  const bool active = warp < 2 ? K == 128 || 4 * lane < K : warp == 2 && 4 * lane < kTile;
   RawTaps taps;
   Raw4<T> old[kWidth - 1], now = {};
   float a_log = 0.f, dt_bias = 0.f;
@@ -83,8 +85,8 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
     taps.load(p.layer.conv_weight, channel, p.layer.conv_dtype);
   }
   if (warp == 3) a_log = common.a_log[head], dt_bias = static_cast<const float *>(common.dt_bias)[head];
-  const uint32_t out_row = row0 + part;    // lanes part < ROWS write a row each
-  const float weight = part < ROWS ? load_any(p.layer.norm_weight, out_row, p.layer.norm_dtype) : 0.f;
+  const uint32_t out_row = row0 + part;    // lanes part < kRows write a row each
+  const float weight = part < kRows ? load_any(p.layer.norm_weight, out_row, p.layer.norm_dtype) : 0.f;
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   if (p.layer.overlap) ptx::grid_dependency_wait();
   GDN_PROFILED(stamps.lap(profile::kWaitKernel);)
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   G raw_a = {}, raw_b = {};
   if (warp == 3) raw_a = *row_at<G>(common.a, n, head), raw_b = *row_at<G>(common.b, n, head);
   T raw_z = {};
-  if (part < ROWS) raw_z = *row_at<T>(p.layer.z, n, head, out_row);
+  if (part < kRows) raw_z = *row_at<T>(p.layer.z, n, head, out_row);
 
   GDN_PROFILED(stamps.lap(profile::kLoadQkv);)
   // Convolution.
@@ -127,32 +129,32 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   if (threadIdx.x == 0) ptx::barrier_arrive_at(all_read, 0);
 
   // The rule.
-  float k[kEach], q[kEach], state[ROWS][kEach], v[ROWS], o[ROWS];
+  float k[L::kEach], q[L::kEach], state[kRows][L::kEach], v[kRows], o[kRows];
   L::slice(shared_k, part, k);
   L::slice(shared_q, part, q);
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     v[r] = shared_v[tile_row + r];
 #pragma unroll
     for (int j = 0; j < L::kChunks; ++j) L::unpack(raw_state[r][j], &state[r][j * L::kVec]);
   }
-  normalise_and_update(common, state, k, q, v, shared_gates.x, shared_gates.y, o);
+  normalise_and_update<L::kLanes>(common, state, k, q, v, shared_gates.x, shared_gates.y, o);
   GDN_PROFILED(stamps.lap(profile::kUpdate);)
 
   // Send the squares to the other blocks of the head; store the state.
   float square = 0.f, out = 0.f;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) {
+  for (int r = 0; r < kRows; ++r) {
     square = fmaf(o[r], o[r], square);
     if (part == r) out = o[r];
   }
-  square += __shfl_xor_sync(0xffffffffu, square, 8);
-  square += __shfl_xor_sync(0xffffffffu, square, 16);
+#pragma unroll
+  for (int d = L::kLanes; d < 32; d *= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
   if (lane < kSplits) ptx::send(&squares[split][warp], square, all_squares, rank / kSplits * kSplits + lane);
 
   ST *to = const_cast<ST *>(state_at<ST>(common.state_out, common.out_slots, out_slot)) + within;
 #pragma unroll
-  for (int r = 0; r < ROWS; ++r) L::store(to + r * kDim, part, state[r]);
+  for (int r = 0; r < kRows; ++r) L::store(to + r * K, part, state[r]);
   const float gate = to_float(raw_z);
   const float factor = weight * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
 
@@ -165,8 +167,8 @@ __global__ void __launch_bounds__(32 * kSplitWarps) split_kernel(
   for (int i = 0; i < kSplits; ++i)
 #pragma unroll
     for (int w = 0; w < kSplitWarps; ++w) sum += squares[i][w];
-  if (part < ROWS)
-    *out_row_at<T>(p.layer.out, n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps) * factor);
+  if (part < kRows)
+    *out_row_at<T>(p.layer.out, n, head, out_row) = from_float<T>(out * rsqrtf(sum * (1.f / V) + p.layer.norm_eps) * factor);
   GDN_PROFILED(stamps.lap(profile::kOutput);)
 
   // Store the convolution's state: v belongs to this block alone, q and k all blocks must have read.

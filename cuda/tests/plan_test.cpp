@@ -22,60 +22,66 @@ alignas(256) char memory[256];
 
 gdn_heads heads(int64_t count, int64_t dim, int64_t tokens) { return {memory, tokens * count * dim, count * dim, dim}; }
 
-gdn_common common(int k_heads, int v_heads, int dim, int seqs, int tokens, int io, int state) {
+gdn_common common(int k_heads, int v_heads, int k, int v, int seqs, int tokens, int io, int state) {
   gdn_common c = {};
-  c.num_k_heads = k_heads, c.num_v_heads = v_heads, c.head_k = c.head_v = dim;
+  c.num_k_heads = k_heads, c.num_v_heads = v_heads, c.head_k = k, c.head_v = v;
   c.a = c.b = heads(v_heads, 1, tokens);
   c.a_log = reinterpret_cast<float *>(memory), c.dt_bias = memory, c.state_in = c.state_out = memory;
-  c.in_slots = c.out_slots = {nullptr, seqs, static_cast<int64_t>(v_heads) * dim * dim};
+  c.in_slots = c.out_slots = {nullptr, seqs, static_cast<int64_t>(v_heads) * v * k};
   c.seqs = {nullptr, seqs, tokens, 0, 0};
   c.io_dtype = io, c.gate_dtype = io, c.state_dtype = state;
   return c;
 }
 
-gdn_rule_params rule(int k_heads, int v_heads, int dim, int seqs, int tokens, int io = GDN_BF16, int state = GDN_F32) {
+gdn_rule_params rule(int k_heads, int v_heads, int k, int v, int seqs, int tokens, int io = GDN_BF16, int state = GDN_F32) {
   gdn_rule_params p = {};
-  p.common = common(k_heads, v_heads, dim, seqs, tokens, io, state);
-  p.q = p.k = heads(k_heads, dim, tokens), p.v = p.o = heads(v_heads, dim, tokens);
+  p.common = common(k_heads, v_heads, k, v, seqs, tokens, io, state);
+  p.q = p.k = heads(k_heads, k, tokens), p.v = p.o = heads(v_heads, v, tokens);
   return p;
 }
 
 gdn_rule_backward_params rule_backward(int k_heads, int v_heads, int dim, int tokens, int io = GDN_BF16) {
   gdn_rule_backward_params p = {};
-  p.common = common(k_heads, v_heads, dim, 2, tokens, io, GDN_F32);
+  p.common = common(k_heads, v_heads, dim, dim, 2, tokens, io, GDN_F32);
   p.q = p.k = p.d_q = p.d_k = heads(k_heads, dim, tokens), p.v = p.d_o = p.d_v = heads(v_heads, dim, tokens);
   return p;
 }
 
 gdn_layer layer(const gdn_common &c) {
   gdn_layer l = {};
-  l.x = {memory, (2 * c.num_k_heads + c.num_v_heads) * 128, (2 * c.num_k_heads + c.num_v_heads) * 128, 0};
-  l.z = l.out = heads(c.num_v_heads, 128, 1);
+  const int64_t channels = 2 * c.num_k_heads * c.head_k + c.num_v_heads * c.head_v;
+  l.x = {memory, channels, channels, 0};
+  l.z = l.out = heads(c.num_v_heads, c.head_v, 1);
   l.conv_weight = l.norm_weight = memory, l.conv_width = 4;
   return l;
 }
 
 void rules() {
   const struct {
-    int k_heads, v_heads, dim, seqs, tokens, io;
+    int k_heads, v_heads, k, v, seqs, tokens, io;
     const Device *device;
     int algo;
   } rows[] = {
-      {16, 32, 128, 1, 1, GDN_BF16, &kH200, GDN_DECODE_128},      {16, 32, 128, 64, 1, GDN_F32, &kA100, GDN_DECODE_128},
-      {16, 32, 128, 4, 8, GDN_BF16, &kH200, GDN_RECURRENT_128},   {16, 32, 128, 5, 8, GDN_BF16, &kH200, GDN_DECODE_128},
-      {16, 32, 128, 5, 9, GDN_BF16, &kH200, GDN_RECURRENT_128},   {16, 32, 128, 1, 11, GDN_BF16, &kH200, GDN_RECURRENT_128},
-      {16, 32, 128, 1, 12, GDN_BF16, &kH200, GDN_CHUNKED_SM90},   {16, 32, 128, 1, 23, GDN_BF16, &kB200, GDN_RECURRENT_128},
-      {16, 32, 128, 1, 24, GDN_BF16, &kB200, GDN_CHUNKED_SM80},   {16, 32, 128, 1, 4096, GDN_F32, &kH200, GDN_RECURRENT_128},
-      {16, 32, 64, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},        {16, 32, 64, 1, 4096, GDN_F16, &kA100, GDN_CHUNKED_SM80},
-      {4, 4, 136, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},      {4, 8, 100, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},
+      {16, 32, 128, 128, 1, 1, GDN_BF16, &kH200, GDN_DECODE},           {16, 32, 128, 128, 64, 1, GDN_F32, &kA100, GDN_DECODE},
+      {16, 32, 128, 128, 4, 8, GDN_BF16, &kH200, GDN_RECURRENT_128},    {16, 32, 128, 128, 5, 8, GDN_BF16, &kH200, GDN_DECODE},
+      {16, 32, 128, 128, 5, 9, GDN_BF16, &kH200, GDN_RECURRENT_128},    {16, 32, 128, 128, 1, 11, GDN_BF16, &kH200, GDN_RECURRENT_128},
+      {16, 32, 128, 128, 1, 12, GDN_BF16, &kH200, GDN_CHUNKED_SM90},    {16, 32, 128, 128, 1, 23, GDN_BF16, &kB200, GDN_RECURRENT_128},
+      {16, 32, 128, 128, 1, 24, GDN_BF16, &kB200, GDN_CHUNKED_SM80},    {16, 32, 128, 128, 1, 4096, GDN_F32, &kH200, GDN_RECURRENT_128},
+      {16, 32, 64, 64, 1, 1, GDN_BF16, &kH200, GDN_DECODE},             {16, 32, 64, 64, 9, 2, GDN_BF16, &kH200, GDN_RECURRENT},
+      {30, 30, 96, 192, 1, 1, GDN_BF16, &kA100, GDN_DECODE},            {30, 30, 96, 192, 5, 8, GDN_BF16, &kH200, GDN_DECODE},
+      {30, 30, 96, 192, 4, 8, GDN_BF16, &kH200, GDN_RECURRENT},         {30, 30, 96, 192, 5, 12, GDN_BF16, &kH200, GDN_CHUNKED_SM90},
+      {4, 4, 192, 96, 1, 1, GDN_F32, &kH200, GDN_DECODE},               {4, 4, 256, 256, 1, 1, GDN_F16, &kA100, GDN_DECODE},
+      {4, 4, 128, 48, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},           {4, 4, 160, 128, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},
+      {16, 32, 64, 64, 1, 4096, GDN_F16, &kA100, GDN_CHUNKED_SM80},     {4, 4, 136, 136, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},
+      {4, 8, 100, 100, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},
   };
   int row = 0;
   for (const auto &r : rows)
-    expect("gdn_rule", row++, plan::rule_algo(rule(r.k_heads, r.v_heads, r.dim, r.seqs, r.tokens, r.io), true, *r.device), r.algo);
+    expect("gdn_rule", row++, plan::rule_algo(rule(r.k_heads, r.v_heads, r.k, r.v, r.seqs, r.tokens, r.io), true, *r.device), r.algo);
 
   // Each extra leaves the recurrence alone; a request for another kernel is refused.
   const auto changed = [&](const char *what, auto &&change, bool null_states = true) {
-    gdn_rule_params p = rule(16, 32, 128, 1, 4096);
+    gdn_rule_params p = rule(16, 32, 128, 128, 1, 4096);
     change(p);
     expect(what, 0, plan::rule_algo(p, null_states, kH200), GDN_RECURRENT);
     p.algo = GDN_CHUNKED_SM90;
@@ -88,13 +94,13 @@ void rules() {
   changed("no state_out", [](gdn_rule_params &p) { p.common.state_out = nullptr; });
   // Two of them the chunk forms support too, where there are enough tokens.
   const auto in_chunks = [&](const char *what, auto &&change) {
-    gdn_rule_params p = rule(16, 32, 128, 1, 4096);
+    gdn_rule_params p = rule(16, 32, 128, 128, 1, 4096);
     change(p);
     expect(what, 0, plan::rule_algo(p, true, kH200), GDN_CHUNKED_SM90);
     expect(what, 1, plan::rule_algo(p, true, kA100), GDN_CHUNKED_SM80);
     p.algo = GDN_RECURRENT_128;
     expect(what, 2, plan::rule_algo(p, true, kH200), GDN_AUTO);
-    p = rule(16, 32, 128, 1, 11);
+    p = rule(16, 32, 128, 128, 1, 11);
     change(p);
     expect(what, 3, plan::rule_algo(p, true, kH200), GDN_RECURRENT);
   };
@@ -102,25 +108,31 @@ void rules() {
   in_chunks("ready gates in f32", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY, p.common.gate_dtype = GDN_F32; });
   in_chunks("no state_in", [](gdn_rule_params &p) { p.common.state_in = nullptr; });
   in_chunks("ready gates and no state_in", [](gdn_rule_params &p) { p.gates = GDN_GATES_READY, p.common.state_in = nullptr; });
-  gdn_rule_params p = rule(16, 32, 128, 1, 4096);
+  gdn_rule_params p = rule(16, 32, 128, 128, 1, 4096);
   p.common.state_in = nullptr;
   expect("a workspace before the states", 0, plan::rule_algo(p, false, kH200), GDN_CHUNKED_SM90);
-  p = rule(16, 32, 128, 1, 4096), p.v.token_stride += 4;
+  p = rule(16, 32, 128, 128, 1, 4096), p.v.token_stride += 4;
   expect("rows of v aligned to 8 bytes", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
-  p = rule(16, 32, 128, 1, 4096), p.k.token_stride = 0;
+  p = rule(16, 32, 128, 128, 1, 4096), p.k.token_stride = 0;
   expect("a repeated k has no tensor map", 0, plan::rule_algo(p, true, kH200), GDN_CHUNKED_SM80);
-  p = rule(16, 32, 128, 2, 1), p.q.seq_stride = 1LL << 32;
+  p = rule(16, 32, 128, 128, 2, 1), p.q.seq_stride = 1LL << 32;
   expect("offsets of more than 32 bits", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
-  p = rule(16, 32, 128, 1, 1), p.common.gate_dtype = GDN_F32;
-  expect("gates in f32", 0, plan::rule_algo(p, true, kH200), GDN_DECODE_128);
+  p = rule(16, 32, 128, 128, 1, 1), p.common.gate_dtype = GDN_F32;
+  expect("gates in f32", 0, plan::rule_algo(p, true, kH200), GDN_DECODE);
   p.common.gate_dtype = GDN_F16;
   expect("gates of a third type", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
-  p.algo = GDN_DECODE_128;
+  p.algo = GDN_DECODE;
   expect("gates of a third type", 1, plan::rule_algo(p, true, kH200), GDN_AUTO);
 
-  for (const auto &r : {plan::DecodeShape{165, 1}, {166, 4}, {330, 4}, {331, 2}})
-    expect("decode, f32 state", r.rows, plan::decode_shape(r.rows, GDN_F32, 132).rows, r.warps);
-  expect("decode, bf16 state", 0, plan::decode_shape(1000, GDN_BF16, 132).warps, 1);
+  const struct {
+    int heads, k, v;
+    plan::Work work;
+  } works[] = {{165, 128, 128, plan::Work::kFew},  {166, 128, 128, plan::Work::kSome}, {330, 128, 128, plan::Work::kSome},
+               {331, 128, 128, plan::Work::kMany}, {147, 96, 192, plan::Work::kFew},   {148, 96, 192, plan::Work::kSome},
+               {294, 96, 192, plan::Work::kSome},  {295, 96, 192, plan::Work::kMany}};
+  for (const auto &r : works)
+    expect("decode's work", r.heads, static_cast<int>(plan::decode_work(common(r.heads, r.heads, r.k, r.v, 1, 1, GDN_BF16, GDN_F32), 132)),
+           static_cast<int>(r.work));
   for (const auto &r : {plan::DecodeShape{16, 1}, {17, 2}, {66, 2}, {67, 4}})
     expect("recurrent rows", r.rows, plan::recurrent_rows(r.rows, 132), r.warps);
 }
@@ -136,7 +148,7 @@ void backward_rules() {
       {32, 136, GDN_BF16, GDN_AUTO, &kH200, GDN_RECURRENT},            {32, 100, GDN_BF16, GDN_AUTO, &kH200, GDN_RECURRENT},
       {32, 128, GDN_BF16, GDN_RECURRENT, &kH200, GDN_RECURRENT},       {32, 128, GDN_BF16, GDN_CHUNKED_SM80, &kH200, GDN_CHUNKED_SM80},
       {32, 128, GDN_BF16, GDN_CHUNKED_SM90, &kA100, GDN_AUTO},         {32, 128, GDN_F32, GDN_CHUNKED_SM80, &kH200, GDN_AUTO},
-      {32, 128, GDN_BF16, GDN_DECODE_128, &kH200, GDN_AUTO},
+      {32, 128, GDN_BF16, GDN_DECODE, &kH200, GDN_AUTO},
   };
   int row = 0;
   for (const auto &r : rows) {
@@ -153,36 +165,40 @@ void backward_rules() {
 
 void steps() {
   const struct {
-    int k_heads, v_heads, seqs, tokens;
+    int k_heads, v_heads, k, v, seqs, tokens;
     const Device *device;
     int algo, rows, depth, blocks;
   } rows[] = {
-      {16, 32, 1, 1, &kH200, GDN_STEP_SPLIT, 2, 4, 1},  {16, 32, 2, 1, &kH200, GDN_STEP_SPLIT, 2, 4, 1},
-      {16, 32, 3, 1, &kH200, GDN_STEP_HEADS, 4, 4, 1},  {16, 32, 5, 1, &kH200, GDN_STEP_HEADS, 4, 4, 2},
-      {16, 32, 6, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},  {16, 32, 64, 1, &kH200, GDN_STEP_WHOLE, 4, 2, 2},
-      {16, 32, 1, 1, &kA100, GDN_STEP_WHOLE, 2, 4, 1},  {16, 32, 1, 2, &kH200, GDN_STEP_HEADS, 2, 4, 1},
-      {16, 16, 6, 1, &kH200, GDN_STEP_SPLIT, 4, 4, 1},  {16, 16, 7, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},
-      {16, 64, 12, 1, &kH200, GDN_STEP_WHOLE, 4, 2, 2}, {16, 64, 6, 1, &kH200, GDN_STEP_HEADS, 4, 2, 3},
+      {16, 32, 128, 128, 1, 1, &kH200, GDN_STEP_SPLIT, 2, 4, 1},  {16, 32, 128, 128, 2, 1, &kH200, GDN_STEP_SPLIT, 2, 4, 1},
+      {16, 32, 128, 128, 3, 1, &kH200, GDN_STEP_HEADS, 4, 4, 1},  {16, 32, 128, 128, 5, 1, &kH200, GDN_STEP_HEADS, 4, 4, 2},
+      {16, 32, 128, 128, 6, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},  {16, 32, 128, 128, 64, 1, &kH200, GDN_STEP_WHOLE, 4, 2, 2},
+      {16, 32, 128, 128, 1, 1, &kA100, GDN_STEP_WHOLE, 2, 4, 1},  {16, 32, 128, 128, 1, 2, &kH200, GDN_STEP_HEADS, 2, 4, 1},
+      {16, 16, 128, 128, 6, 1, &kH200, GDN_STEP_SPLIT, 4, 4, 1},  {16, 16, 128, 128, 7, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},
+      {16, 64, 128, 128, 12, 1, &kH200, GDN_STEP_WHOLE, 4, 2, 2}, {16, 64, 128, 128, 6, 1, &kH200, GDN_STEP_HEADS, 4, 2, 3},
+      {30, 30, 96, 192, 1, 1, &kH200, GDN_STEP_SPLIT, 2, 4, 1},   {30, 30, 96, 192, 3, 1, &kH200, GDN_STEP_SPLIT, 4, 4, 1},
+      {30, 30, 96, 192, 4, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},   {30, 30, 96, 192, 64, 1, &kA100, GDN_STEP_WHOLE, 4, 2, 2},
+      {15, 30, 96, 192, 1, 1, &kH200, GDN_STEP_SPLIT, 4, 4, 1},   {10, 30, 96, 192, 1, 1, &kH200, GDN_STEP_HEADS, 4, 4, 2},
+      {30, 30, 64, 64, 1, 1, &kH200, GDN_STEP_AUTO, 1, 4, 0},     {30, 30, 192, 96, 1, 1, &kH200, GDN_STEP_AUTO, 1, 4, 0},
   };
   int row = 0;
   for (const auto &r : rows) {
     gdn_step_params p = {};
-    p.common = common(r.k_heads, r.v_heads, 128, r.seqs, r.tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
+    p.common = common(r.k_heads, r.v_heads, r.k, r.v, r.seqs, r.tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
     p.conv_in = p.conv_out = memory;
     const plan::Step s = plan::step(p, *r.device);
     expect("gdn_step", row, s.algo, r.algo);
     expect("gdn_step's rows", row, s.rows, r.rows);
     expect("gdn_step's depth", row, s.depth, r.depth);
     expect("gdn_step's blocks", row, s.blocks, r.blocks);
-    p.common.head_v = 64;
-    expect("gdn_step of 64 values", row++, plan::step(p, *r.device).algo, GDN_STEP_AUTO);
+    p.layer.conv_width = 3;
+    expect("gdn_step of width 3", row++, plan::step(p, *r.device).algo, GDN_STEP_AUTO);
   }
 }
 
 void rings() {
   const auto algo = [](int tokens, int request, auto &&change) {
     gdn_ring_step_params p = {};
-    p.common = common(16, 32, 128, 4, tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
+    p.common = common(16, 32, 128, 128, 4, tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
     p.ring.keys = p.inputs = memory, p.ring.updates = reinterpret_cast<float *>(memory), p.algo = request;
     change(p);
     return plan::ring_algo(p);
@@ -209,7 +225,7 @@ void segments() {
   };
   int row = 0;
   for (const auto &r : rows) {
-    const gdn_rule_params p = rule(16, r.v_heads, 128, r.seqs, r.tokens);
+    const gdn_rule_params p = rule(16, r.v_heads, 128, 128, r.seqs, r.tokens);
     const chunk::Segments s = chunk::choose_segments(p, (r.tokens + 63) / 64, r.sm90, 132, r.sm90);
     expect("segments", row, s.count, r.count);
     expect("segments: wide", row, s.wide, r.wide);
@@ -221,7 +237,7 @@ void segments() {
   } combinations[] = {{8, 16, 2, &kH200}, {16, 32, 2, &kH200}, {32, 32, 2, &kH200}, {48, 64, 2, &kH200}, {8, 16, 1, &kA100}, {32, 64, 1, &kA100}};
   row = 0;
   for (const auto &r : combinations) {
-    const plan::Combine c = plan::combine(common(4, r.heads, 128, 1, 1, GDN_BF16, GDN_F32), 1, *r.device);
+    const plan::Combine c = plan::combine(common(4, r.heads, 128, 128, 1, 1, GDN_BF16, GDN_F32), 1, *r.device);
     expect("combination", row, c.rows, r.rows);
     expect("combination: cluster", row++, c.cluster, r.cluster);
   }
