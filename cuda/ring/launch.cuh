@@ -3,6 +3,7 @@
 
 #include "../common/convert.cuh"
 #include "../common/launch.cuh"
+#include "../step/launch.cuh"
 #include "flush_kernel.cuh"
 #include "ring.h"
 #include "token.cuh"
@@ -14,14 +15,6 @@ namespace ring {
 // Blocks of `rows` rows of a head.
 inline dim3 grid_of(const gdn_common &p, int rows) {
   return dim3(static_cast<unsigned>(p.head_v / rows), static_cast<unsigned>(p.num_v_heads), static_cast<unsigned>(p.seqs.num_seqs));
-}
-
-// fn(Size<K>, Size<V>) for the head sizes that plan::ring_supports() allows.
-template <int N> struct Size { static constexpr int value = N; };
-template <typename F> int with_sizes(const gdn_common &p, F &&fn) {
-  if (p.head_k == 128 && p.head_v == 128) return fn(Size<128>{}, Size<128>{});
-  if (p.head_k == 96 && p.head_v == 192) return fn(Size<96>{}, Size<192>{});
-  return GDN_BAD_ALGO;
 }
 
 template <typename T, typename ST, int MAX, int K, int V>
@@ -38,8 +31,8 @@ template <typename T> int launch_step(const gdn_ring_step_params &p, int algo, c
   const Sizes sizes = step::sizes_of(p.common);
   return with_state_dtype(p.common.state_dtype, [&](auto state) {
     using ST = typename decltype(state)::type;
-    return with_sizes(p.common, [&](auto head_k, auto head_v) {
-      constexpr int K = decltype(head_k)::value, V = decltype(head_v)::value;
+    return step::with_step_dims(p.common, [&](auto dims) {
+      constexpr int K = decltype(dims)::kK, V = decltype(dims)::kV;
       if (algo == GDN_RING_FMA) {
         constexpr int kBytes = V * K * sizeof(ST);
         return launch_allowed<token_kernel<T, ST, K, V>>(
@@ -56,8 +49,8 @@ template <typename T> int launch_step(const gdn_ring_step_params &p, int algo, c
 template <typename T> int launch_flush(const gdn_ring_flush_params &p, cudaStream_t stream) {
   return with_state_dtype(p.common.state_dtype, [&](auto state) {
     using ST = typename decltype(state)::type;
-    return with_sizes(p.common, [&](auto head_k, auto head_v) {
-      constexpr int K = decltype(head_k)::value, V = decltype(head_v)::value;
+    return step::with_step_dims(p.common, [&](auto dims) {
+      constexpr int K = decltype(dims)::kK, V = decltype(dims)::kV;
       return launch(flush_kernel<T, ST, K, V>, {grid_of(p.common, kFlushRows), dim3(32 * kFlushWarps), 0, stream}, p,
                     step::sizes_of(p.common));
     });
