@@ -102,8 +102,9 @@ typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
   GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
-  GDN_DECODE = 3,      // made for decode: up to 16 tokens, K = V = 128; rows of q and k aligned to 8 elements, of v to
-                           // 4, of the state to 16 bytes; for one token gates in f32 or in io_dtype
+  GDN_DECODE = 3,          // made for decode: one token, K 64, 96, 128, 192 or 256 and V a multiple of 32, gates in f32 or in io_dtype;
+                           // or up to 16 tokens (also with cu_seqlens), K = V = 128 or K 96 and V 192. Rows of q and k aligned to 8
+                           // elements, of v to 4, of the state to 16 bytes
   GDN_CHUNKED_SM80 = 4,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
                            // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements
   GDN_CHUNKED_SM90 = 5     // the same with the instructions of sm_90a (wgmma), which no other architecture has; no strides
@@ -274,7 +275,7 @@ typedef struct gdn_layer {
 
 // One decode step of a layer between its two projections, in one launch: the convolution and its state, SiLU, the L2
 // norms, the gates, the rule and its state, and the gated norm: gdn_conv, gdn_rule and gdn_norm in one kernel, without
-// rounding in between. 1 to 16 tokens a sequence, K = V = 128, a convolution of width 4, rows aligned to 4 elements,
+// rounding in between. 1 to 16 tokens a sequence, K = V = 128 or K 96 and V 192, a convolution of width 4, rows aligned to 4 elements,
 // states and conv_weight to 16 bytes (GDN_BAD_ALGO otherwise: gdn_step_choice tells beforehand).
 typedef enum gdn_step_algo {
   GDN_STEP_AUTO = 0,

@@ -22,9 +22,10 @@ pub enum Algo {
     /// Token by token, specialised for K = V = 128. On CUDA the rows of q and k must begin at multiples of four elements
     /// and the state at 16 bytes, which `Auto` checks and this refuses.
     Recurrent128,
-    /// Made for decode: up to 16 tokens a sequence, K = V = 128. On CUDA the rows of q and k must begin at multiples of
-    /// eight elements, those of v at four, and the state at 16 bytes; for one token a and b are in f32 or in q's dtype.
-    Decode128,
+    /// Made for decode: one token a sequence, K 64, 96, 128, 192 or 256 and V a multiple of 32; or up to 16 tokens, K = V = 128
+    /// or K 96 and V 192. On CUDA the rows of q and k must begin at multiples of eight elements, those of v at four, and the state
+    /// at 16 bytes; for one token a and b are in f32 or in q's dtype, and boundaries count as several tokens.
+    Decode,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
     /// `Auto` uses it where it is the fastest. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
@@ -33,12 +34,12 @@ pub enum Algo {
     ChunkedSm80,
     /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there.
     ChunkedSm90,
-    /// A step as one CUDA kernel, a block for each key head of a sequence. K = V = 128 and a convolution of width 4; rows of
-    /// qkv, z and the convolution's state at multiples of four elements, the state and the convolution's weight at
+    /// A step as one CUDA kernel, a block for each key head of a sequence. K = V = 128, or K 96 and V 192, and a convolution of
+    /// width 4; rows of qkv, z and the convolution's state at multiples of four elements, the state and the convolution's weight at
     /// multiples of 16 bytes, which `Auto` checks and this refuses.
     StepWhole,
     /// A step as one CUDA kernel, several blocks for each value head: one token a sequence, at most four value heads a key
-    /// head, compute capability 9.0, the rest as for `StepWhole`.
+    /// head (two of V 192), compute capability 9.0, the rest as for `StepWhole`.
     StepSplit,
     /// A step as one CUDA kernel, a block for each value head: two to eight value heads a key head, compute capability 9.0,
     /// the rest as for `StepWhole`.
@@ -51,7 +52,7 @@ pub enum Algo {
 impl Algo {
     /// The kernels of the rule, for sweeps.
     pub const RULE: [Algo; 6] =
-        [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Decode128, Algo::ChunkedSm80, Algo::ChunkedSm90];
+        [Algo::Auto, Algo::Recurrent, Algo::Recurrent128, Algo::Decode, Algo::ChunkedSm80, Algo::ChunkedSm90];
 
     /// The ways of a step, for sweeps.
     pub const STEP: [Algo; 5] = [Algo::Auto, Algo::StepWhole, Algo::StepSplit, Algo::StepHeads, Algo::Unfused];
@@ -80,7 +81,7 @@ impl Algo {
             Algo::Auto => "auto",
             Algo::Recurrent => "recurrent",
             Algo::Recurrent128 => "recurrent_128",
-            Algo::Decode128 => "decode_128",
+            Algo::Decode => "decode",
             Algo::ChunkedSm80 => "chunked_sm80",
             Algo::ChunkedSm90 => "chunked_sm90",
             Algo::StepWhole => "step_whole",

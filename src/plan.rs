@@ -15,11 +15,15 @@ pub const FUSED_TOKENS: usize = 8;
 /// running (benches/chain.md).
 const OVERLAP_SEQUENCES: usize = 16;
 
-/// Most tokens of a sequence that [`Algo::Decode128`] supports.
-const DECODE_128_TOKENS: usize = 16;
+/// Most tokens of a sequence that [`Algo::Decode`] supports.
+const DECODE_TOKENS: usize = 16;
 
-/// The sizes that the fused steps are made for: of a head, and of the convolution.
-const FUSED_DIM: usize = 128;
+/// Head sizes of [`Algo::Decode`] for one token: K, and what divides V. For several tokens they are those of the fused step.
+const DECODE_KEY_DIMS: [usize; 5] = [64, 96, 128, 192, 256];
+const DECODE_VALUE_ROWS: usize = 32;
+
+/// The sizes that the fused steps are made for: K and V of a head, and the convolution's width.
+const FUSED_DIMS: [(usize, usize); 2] = [(128, 128), (96, 192)];
 const FUSED_WIDTH: usize = 4;
 
 /// Whether a layer's call of at most `longest` tokens a sequence uses the step.
@@ -34,18 +38,24 @@ pub fn overlaps(longest: usize, sequences: usize) -> bool {
 
 /// Whether there are fused steps, over states and over rings, for these sizes.
 pub fn has_fused_step(key_dim: usize, value_dim: usize, width: usize) -> bool {
-    (key_dim, value_dim, width) == (FUSED_DIM, FUSED_DIM, FUSED_WIDTH)
+    FUSED_DIMS.contains(&(key_dim, value_dim)) && width == FUSED_WIDTH
 }
 
 /// Why the rule's kernel that was chosen does not support a call; `None` where it may.
 pub fn refuses_rule(algo: Algo, dtype: DType, (key_dim, value_dim): (usize, usize), longest: usize) -> Option<String> {
     match algo {
-        Algo::Recurrent128 | Algo::Decode128 if (key_dim, value_dim) != (128, 128) => {
+        Algo::Recurrent128 if (key_dim, value_dim) != (128, 128) => {
             Some(format!("supports heads of size 128, got {key_dim} (K) and {value_dim} (V)"))
         }
-        Algo::Decode128 if longest > DECODE_128_TOKENS => {
-            Some(format!("supports up to {DECODE_128_TOKENS} tokens a sequence, got {longest}"))
+        Algo::Decode if longest > DECODE_TOKENS => {
+            Some(format!("supports up to {DECODE_TOKENS} tokens a sequence, got {longest}"))
         }
+        Algo::Decode if longest > 1 && !FUSED_DIMS.contains(&(key_dim, value_dim)) => Some(format!(
+            "supports several tokens for heads of 128, or 96 (K) and 192 (V), got {key_dim} (K) and {value_dim} (V)"
+        )),
+        Algo::Decode if !DECODE_KEY_DIMS.contains(&key_dim) || value_dim % DECODE_VALUE_ROWS != 0 => Some(format!(
+            "supports K of 64, 96, 128, 192 or 256 and V of a multiple of {DECODE_VALUE_ROWS}, got {key_dim} (K) and {value_dim} (V)"
+        )),
         Algo::ChunkedSm80 | Algo::ChunkedSm90 if !matches!(dtype, DType::BF16 | DType::F16) => {
             Some(format!("supports q, k and v in bf16 or f16, got {dtype:?}"))
         }
@@ -71,8 +81,8 @@ pub fn refuses_step(
     }
     if !has_fused_step(key_dim, value_dim, width) {
         return Some(format!(
-            "supports heads of size {FUSED_DIM} and a convolution of width {FUSED_WIDTH}, got {key_dim} (K), {value_dim} (V) \
-             and {width}"
+            "supports heads of 128, or 96 (K) and 192 (V), and a convolution of width {FUSED_WIDTH}, got {key_dim} (K), \
+             {value_dim} (V) and {width}"
         ));
     }
     if algo == Algo::StepSplit && (longest > 1 || packed) {

@@ -37,7 +37,7 @@ fn a_kernel_of_another_op_is_named() {
 #[test]
 fn every_kernel_is_profiled() {
     let chunked = ["auto", "recurrent", "recurrent_128", "chunked_sm80", "chunked_sm90"];
-    let decode = ["auto", "recurrent", "recurrent_128", "decode_128"];
+    let decode = ["auto", "recurrent", "recurrent_128", "decode"];
     let step = ["auto", "whole", "split", "heads", "composed"];
     for (op, algos) in [("prefill", &chunked[..]), ("decode", &decode), ("step", &step)] {
         for algo in algos {
@@ -94,7 +94,7 @@ fn a_full_disk_is_one_sentence() {
 #[test]
 fn bad_arguments_are_named() {
     for (args, part) in [
-        (["--algo", "fast"], "values: all, auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90"),
+        (["--algo", "fast"], "values: all, auto, recurrent, recurrent_128, decode, chunked_sm80, chunked_sm90"),
         (["--op", "encode"], "prefill"),
         (["--dtype", "f64"], "bf16"),
         (["--heads", "16"], "16/32"),

@@ -49,7 +49,7 @@ enum Suite {
 struct Args {
     /// What to measure [default: everything]
     suites: Vec<Suite>,
-    /// Kernel variants of the rule, alone and in the layer: auto, all, or names (recurrent, recurrent_128, decode_128,
+    /// Kernel variants of the rule, alone and in the layer: auto, all, or names (recurrent, recurrent_128, decode,
     /// chunked_sm80, chunked_sm90); whole models take one [default: the variable CANDLE_GDN_ALGO, or auto]
     #[arg(long, value_delimiter = ',')]
     algo: Vec<String>,

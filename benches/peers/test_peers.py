@@ -90,7 +90,7 @@ class Arguments(unittest.TestCase):
         self.assertEqual(contenders.ALGOS, abi.ALGO_NAMES)      # those of the header
         algo = lambda *argv: bench.arguments(list(argv))[0].algo
         for value, argv, want in ((None, (), ["auto"]), ("", (), ["auto"]), ("recurrent", (), ["recurrent"]),
-                                  ("recurrent", ("--algo", "auto,decode_128"), ["auto", "decode_128"]),
+                                  ("recurrent", ("--algo", "auto,decode"), ["auto", "decode"]),
                                   ("nonsense", ("--algo", "all"), contenders.ALGOS)):
             with mock.patch.dict(os.environ, {} if value is None else {"CANDLE_GDN_ALGO": value}):
                 self.assertEqual(algo(*argv), want, (value, argv))

@@ -80,7 +80,7 @@ pub struct ModelArgs {
     #[arg(long)]
     pub cpu: bool,
 
-    /// Kernel that runs the gated delta rule, whatever the shape: recurrent, recurrent_128, decode_128, chunked_sm80 or
+    /// Kernel that runs the gated delta rule, whatever the shape: recurrent, recurrent_128, decode, chunked_sm80 or
     /// chunked_sm90; a shape that it does not support is an error [default: the variable CANDLE_GDN_ALGO, or auto]
     #[arg(long, value_name = "NAME")]
     algo: Option<Algo>,

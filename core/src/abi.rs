@@ -62,7 +62,7 @@ c_header! {
         pub GDN_AUTO: i32 = 0;
         pub GDN_RECURRENT: i32 = 1;
         pub GDN_RECURRENT_128: i32 = 2;
-        pub GDN_DECODE_128: i32 = 3;
+        pub GDN_DECODE: i32 = 3;
         pub GDN_CHUNKED_SM80: i32 = 4;
         pub GDN_CHUNKED_SM90: i32 = 5;
         pub GDN_GATES_RAW: i32 = 0;

@@ -9,7 +9,7 @@ import math
 
 import harness
 import torch
-from abi import ALGO_NAMES, AUTO, BAD_ALGO, CHUNKED_SM80, CODES, DECODE_128, GATES_READY, RECURRENT, RECURRENT_128
+from abi import ALGO_NAMES, AUTO, BAD_ALGO, CHUNKED_SM80, CODES, DECODE, GATES_READY, RECURRENT, RECURRENT_128
 from cases import every, rows
 from harness import Launch, Output, expect, group, null_params, one_by_one, report, verify
 from rule_case import REPEATS, RuleCase, rule
@@ -69,8 +69,10 @@ QUICK = [*every([dict(lens=[1] * 3), dict(lens=[0, 3, 37, 1, 16], slots="moved")
          dict(lens=[5, 33], k=40, v=72, layout="odd", slots="odd"), dict(lens=[19, 0], k=256, v=256, hk=1, hv=1)]
 
 
+SIZES = rows("k v", (64, 64), (96, 96), (96, 192), (192, 192), (256, 256))     # of GDN_DECODE beside 128
 DECODE_QUICK = [dict(lens=[1] * 3, hk=16, hv=32, slots="moved"), *every(lens=[[1]], state=["f32", "bf16"]), dict(lens=[5] * 3),
-                dict(lens=[5, 0, 16], slots="shared")]
+                dict(lens=[5, 0, 16], slots="shared"), *every(SIZES, lens=[[1] * 3], hv=3, hk=1, slots="moved", state=["f32", "bf16"]),
+                *every(lens=[[5, 0, 16]], k=96, v=192, slots="moved", state=["f32", "bf16"])]
 
 
 def decode(lib, **case):
@@ -88,6 +90,12 @@ def decodes():
     yield from every(types, lens=[[1] * 3], slots="shared")
     yield from every(rows("io gate", ("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")), lens=[[1] * 4])
     yield from every(lens=[[1], [1] * 9, [1] * 64, [4] * 8], hk=16, hv=32, ways=REPEATS)
+    # Few, some and many heads, on 132 multiprocessors: each a shape of its own.
+    for (k, v), batches in {(64, 64): (3, 150, 250), (96, 96): (3, 70, 120), (96, 192): (3, 35, 60), (192, 192): (3, 16, 30), (256, 256): (3, 10, 20)}.items():
+        yield from every(types, rows("lens l2norm", *(([1] * n, n != batches[2]) for n in batches)), k=k, v=v, hk=3, hv=6, slots="moved")
+    yield from every(rows("k v", (256, 32), (64, 256), (128, 192)), lens=[[1] * n for n in (3, 80)], state=["f32", "bf16"], slots="shared")
+    yield from every(types, lens=[[n] * 3 for n in (2, 5, 16)] + [[0, 1, 16, 7, 0]], k=96, v=192, hk=3, hv=3, slots="moved")
+    yield from every(lens=[[1] * 9, [4] * 8], hk=30, hv=30, k=96, v=192, ways=REPEATS)
 
 
 class Decode(RuleCase):
@@ -95,10 +103,11 @@ class Decode(RuleCase):
 
 
 def by_decoders(cases):
-    """The cases, each by all kernels that support it: GDN_DECODE_128 requires the gates of one token in f32 or in the type of q, k and v."""
+    """The cases, each by all kernels that support it: GDN_DECODE requires the gates of one token in f32 or in the type of q, k and v."""
     for seed, case in enumerate(cases):
-        fast = [DECODE_128] * (case.get("gate", "f32") in ("f32", case.get("io", "bf16")))
-        yield from ({"seed": seed, **case, "algo": algo} for algo in (*fast, AUTO, RECURRENT_128, RECURRENT))
+        fast = [DECODE] * (case.get("gate", "f32") in ("f32", case.get("io", "bf16")))
+        of_128 = [RECURRENT_128] * ({case.get(x, 128) for x in "kv"} == {128})
+        yield from ({"seed": seed, **case, "algo": algo} for algo in (*fast, AUTO, *of_128, RECURRENT))
 
 
 # ---- what GDN_RECURRENT alone takes, by itself and together ----
@@ -173,18 +182,22 @@ def check_status(lib, args):
         "BAD_STRIDE": one_by_one(out_slots__slot_stride=[-1], q__token_stride=[-1], head_stride=[-1, 128 * 128 - 1]),
         "BAD_ALGO": one_by_one(algo=[len(ALGO_NAMES), -1]) + [
             dict(algo=RECURRENT_128, state_in=None), dict(algo=RECURRENT_128, gates=GATES_READY),
-            dict(algo=RECURRENT_128, head_k=64), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4)],
+            dict(algo=RECURRENT_128, head_k=64), dict(algo=DECODE, head_k=96), dict(algo=DECODE, head_k=160, tokens_per_seq=1),
+            dict(algo=DECODE, head_v=48, tokens_per_seq=1), dict(algo=RECURRENT_128, state_in=c.state_in.data_ptr() + 4)],
         "NULL_POINTER": one_by_one(q__ptr=[None], dt_bias=[None], a_log=[None])})
     null_params(lib.gdn_rule)
     report("status text", lib.gdn_status_string(1000 + 2).decode() != lib.gdn_status_string(12345678).decode())
 
 
 def times(args):
-    decode_shapes = every(lens=[[1] * n for n in (1, 4, 8, 32, 64, 128, 256)], hk=16, hv=32, state=["f32", "bf16"])
+    batches = [[1] * n for n in (1, 4, 8, 32, 64, 128, 256)]
+    decode_shapes = every(lens=batches, hk=16, hv=32, state=["f32", "bf16"])
+    sizes = every(SIZES, state=["f32", "bf16"], lens=batches, hk=30, hv=30)
     shapes = every(lens=[[16], [64], [512], [2048], [8192], [2048] * 4, [1024] * 8], hk=16, hv=32, algo=[RECURRENT, RECURRENT_128, AUTO]) + every(
         rows("hk hv k v", (4, 8, 128, 128), (16, 64, 128, 128), (16, 16, 256, 256), (30, 30, 96, 96)), lens=[[2048]], algo=[RECURRENT, AUTO])
-    several = every(lens=[[t] * n for n in (1, 4, 16, 64) for t in (2, 4, 8, 16)], hk=16, hv=32, algo=[DECODE_128, RECURRENT_128])
-    return [("decode, bf16", rule, decode_shapes), ("several tokens", rule, several), ("prefill, bf16", rule, shapes)]
+    several = every(lens=[[t] * n for n in (1, 4, 16, 64) for t in (2, 4, 8, 16)], hk=16, hv=32, algo=[DECODE, RECURRENT_128])
+    several += every(lens=[[t] * n for n in (1, 4, 16, 64) for t in (2, 4, 8, 16)], hk=30, hv=30, k=96, v=192, algo=[DECODE, RECURRENT])
+    return [("decode, bf16", rule, decode_shapes), ("decode, other sizes", rule, sizes), ("several tokens", rule, several), ("prefill, bf16", rule, shapes)]
 
 
 GROUPS = {"rule": group(tokens, lambda: by_algos(any_size()), list(by_algos(QUICK))),

@@ -11,18 +11,15 @@ from check_rule import HEADS, IO
 from harness import TYPES, WAYS, Launch, Output, expect, group, one_by_one, rows_of
 from rule_case import RuleCase, once
 
-DIM = 128
-
-
 class Case(RuleCase):
     """One projection [tokens, q | k | v | z] with its gates and states. `conv` and `norm` are the types of these weights."""
     by_sequence = True
 
-    def __init__(self, lens, hk=2, hv=4, conv=None, norm="f32", sigmoid=False, gap=0, **kw):
-        super().__init__(lens, hk, hv, DIM, DIM, slot_gap=8, x_frame=(0, gap), extra=hv * DIM, **kw)
-        self.conv, self.norm, self.sigmoid, self.channels = conv or self.io, norm, sigmoid, (2 * hk + hv) * DIM
+    def __init__(self, lens, hk=2, hv=4, k=128, v=128, conv=None, norm="f32", sigmoid=False, gap=0, **kw):
+        super().__init__(lens, hk, hv, k, v, slot_gap=8, x_frame=(0, gap), extra=hv * v, **kw)
+        self.conv, self.norm, self.sigmoid, self.channels = conv or self.io, norm, sigmoid, 2 * hk * k + hv * v
         self.conv_weight = (self.randn(self.channels, 4) * 0.5).to(TYPES[self.conv])
-        self.norm_weight = (1 + 0.1 * self.randn(DIM)).to(TYPES[self.norm])
+        self.norm_weight = (1 + 0.1 * self.randn(v)).to(TYPES[self.norm])
         self.conv_size = 3 * self.channels
         gap = self.pool.shape[1] - self.size
         self.conv_pool = self.randn(self.where.count, self.conv_size + gap).to(TYPES[self.io])
@@ -35,7 +32,7 @@ class Case(RuleCase):
                 x[part], kept = reference.conv(past, self.x[part, :self.channels], self.conv_weight)
                 self.kept.append(kept.flatten())
             o, typical, state = self.walk(reference.rule, qkv=x.split([part.shape[1] for part in self.qkv], 1))
-            z = self.x[self.index, self.channels:self.width].unflatten(-1, (self.hv, DIM))
+            z = self.x[self.index, self.channels:self.width].unflatten(-1, (self.hv, self.v))
             self.referenced = reference.gated_norm(o, z.nan_to_num(0.0), self.norm_weight, self.sigmoid), typical, state
         return self.referenced
 
@@ -53,7 +50,7 @@ class Case(RuleCase):
     def params(self, lib, algo, overlap=0):
         view = lambda x, dim: columns(x, 0, dim, self.per_seq)
         stride = self.conv_pool.stride(0)
-        return fill(StepParams, x=view(self.x, 0), z=view(self.x[:, self.channels:], DIM), out=view(self.o, DIM),
+        return fill(StepParams, x=view(self.x, 0), z=view(self.x[:, self.channels:], self.v), out=view(self.o, self.v),
                     conv_weight=self.conv_weight, norm_weight=self.norm_weight, conv_in=self.conv_in, conv_out=self.conv_out,
                     conv_in_stride=stride, conv_out_stride=stride, conv_width=4, conv_dtype=CODES[self.conv],
                     norm_dtype=CODES[self.norm], sigmoid=int(self.sigmoid), overlap=overlap, norm_eps=1e-6, **self.fields(algo))
@@ -84,7 +81,8 @@ def check_step(lib, args):
 
 
 QUICK = [dict(lens=[1] * 3, hk=16, hv=32, slots="moved"), *every(lens=[[1]], state=["f32", "bf16"]), dict(lens=[5] * 3),
-         dict(lens=[5, 0, 16], slots="shared")]
+         dict(lens=[5, 0, 16], slots="shared"),
+         *every(rows("lens slots", ([1] * 3, "moved"), ([5, 0, 16], "shared")), k=96, v=192, hk=3, hv=3, state=["f32", "bf16"])]
 
 
 def cases():
@@ -95,6 +93,10 @@ def cases():
     yield from every(types, rows("hk hv", *HEADS), batches)
     yield from every(types, rows("slots hk hv", ("moved", 2, 4), ("shared", 1, 8)), lens=[[n] * 3 for n in (2, 3, 4, 8, 15, 16)])
     yield from every(types, lens=[[0, 1, 16, 7, 0]], hv=6, slots="moved")
+    other = dict(k=96, v=192)
+    yield from every(types, rows("hk hv", (30, 30), (3, 3), (3, 6), (2, 6), (1, 4), (1, 8)), batches, **other)
+    yield from every(types, rows("slots hk hv", ("moved", 3, 3), ("shared", 2, 4)), lens=[[n] * 3 for n in (2, 5, 16)] + [[0, 1, 16, 7, 0]], **other)
+    yield from every(lens=[[1], [1] * 3, [1] * 32, [4] * 8], hk=30, hv=30, **other, ways=WAYS)
     yield from every(rows("io gate", ("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")), lens=[[1] * 4])
     yield from every(lens=[[1], [1] * 9, [1] * 64, [4] * 8], hk=16, hv=32, ways=WAYS)
 
@@ -116,7 +118,8 @@ def check_status(lib, args):
 
 def times(args):
     return [("the step, bf16, HK/HV 16/32", step, every(lens=[[t] * n for t in (1, 4, 16) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)], hk=16, hv=32)),
-            ("the step, other heads", step, every(rows("hk hv", (16, 48), (2, 8)), lens=[[1] * n for n in (1, 4, 16, 64)]))]
+            ("the step, other heads", step, every(rows("hk hv", (16, 48), (2, 8)), lens=[[1] * n for n in (1, 4, 16, 64)])),
+            ("the step, K 96, V 192", step, every(state=["f32", "bf16"], lens=[[t] * n for t in (1, 4) for n in (1, 2, 4, 8, 16, 32, 64, 128)], hk=30, hv=30, k=96, v=192))]
 
 
 GROUPS = {"step": check_step, "status": check_status}

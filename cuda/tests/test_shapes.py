@@ -51,30 +51,32 @@ def common(k_heads, v_heads, dim, seqs, tokens, io, state):
                 head_v=dim[1], io_dtype=CODES[io], gate_dtype=CODES[io], state_dtype=CODES[state], l2norm=1, l2_eps=1e-6, scale=1.0, beta_scale=1.0)
 
 
-def layer(k_heads, v_heads, tokens, io, overlap):
-    channels = (2 * k_heads + v_heads) * 128
-    of_z = heads(v_heads, 128, tokens)
+def layer(k_heads, v_heads, dim, tokens, io, overlap):
+    channels = 2 * k_heads * dim[0] + v_heads * dim[1]
+    of_z = heads(v_heads, dim[1], tokens)
     return dict(x=dict(ptr=FAR, seq_stride=tokens * channels, token_stride=channels, head_stride=0), z=of_z, out=of_z, conv_weight=FAR,
                 norm_weight=FAR, conv_dtype=CODES[io], norm_dtype=CODES["f32"], conv_width=4, norm_eps=1e-6, overlap=overlap)
 
 
-MODELS = [(16, 16), (16, 32), (16, 48), (16, 64), (4, 8), (1, 8)]      # key and value heads
+MODELS = [(16, 16), (16, 32), (16, 48), (16, 64), (30, 30), (4, 8), (1, 8)]      # key and value heads
 
 
 def rules():
-    for (k, v), dim, seqs, tokens, io, state in itertools.product(MODELS, [(64, 64), (96, 192), (128, 128), (256, 256)], [1, 64], [1, 8, 64, 4096],
-                                                                  CODES, ["f32", "bf16"]):
+    for (k, v), dim, seqs, tokens, io, state in itertools.product(MODELS, [(64, 64), (96, 192), (128, 128), (192, 192), (256, 256)], [1, 64],
+                                                                  [1, 8, 64, 4096], CODES, ["f32", "bf16"]):
         yield "gdn_rule", struct("gdn_rule_params", common=common(k, v, dim, seqs, tokens, io, state), q=heads(k, dim[0], tokens),
                                  k=heads(k, dim[0], tokens), v=heads(v, dim[1], tokens), o=heads(v, dim[1], tokens))
 
 
 def steps():
-    for (k, v), seqs, tokens, io, state in itertools.product(MODELS, [1, 16, 64], [1, 2, 4, 5, 8, 16], CODES, ["f32", "bf16"]):
-        shared = dict(common=common(k, v, (128, 128), seqs, tokens, io, state), layer=layer(k, v, tokens, io, 1))
-        channels = (2 * k + v) * 128
+    for (k, v), dim, seqs, tokens, io, state in itertools.product(MODELS, [(128, 128), (96, 192)], [1, 16, 64], [1, 2, 4, 5, 8, 16], CODES, ["f32", "bf16"]):
+        shared = dict(common=common(k, v, dim, seqs, tokens, io, state), layer=layer(k, v, dim, tokens, io, 1))
+        channels = 2 * k * dim[0] + v * dim[1]
         if tokens <= 8 and v // k <= 4:     # the others are the three ops
             yield "gdn_step", struct("gdn_step_params", **shared, conv_in=FAR, conv_out=FAR, conv_in_stride=3 * channels, conv_out_stride=3 * channels)
-        ring = dict(keys=FAR, updates=FAR, decays=FAR, spans=FAR, keys_stride=k * 32 * 128, updates_stride=v * 32 * 128, decays_stride=v * 32,
+        if dim != (128, 128):
+            continue
+        ring = dict(keys=FAR, updates=FAR, decays=FAR, spans=FAR, keys_stride=k * 32 * dim[0], updates_stride=v * 32 * dim[1], decays_stride=v * 32,
                     capacity=32, max_entries=16)
         yield "gdn_ring_step", struct("gdn_ring_step_params", **shared, ring=ring, inputs=FAR, inputs_stride=32 * channels)
         yield "gdn_ring_flush", struct("gdn_ring_flush_params", common=shared["common"], ring=ring)

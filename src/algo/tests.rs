@@ -11,7 +11,7 @@ fn an_algo_has_one_name() {
     }
     for name in ["", "fast", "Recurrent", "recurrent128", " auto", "all"] {
         let error = name.parse::<Algo>().unwrap_err();
-        let names = "auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90, step_whole, step_split, \
+        let names = "auto, recurrent, recurrent_128, decode, chunked_sm80, chunked_sm90, step_whole, step_split, \
                      step_heads, unfused";
         assert_eq!(error, format!("expected {names}, got {name:?}"));
     }

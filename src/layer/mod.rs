@@ -184,7 +184,7 @@ impl GatedDeltaNet {
     ///
     /// # Errors
     /// As [`Self::new_pool`], on another dtype than f32 and bf16, with shared spans of fewer slots; and with a ring where [`Self::with_algo`] chose a kernel, or
-    /// on CUDA where heads are not of 128 or the convolution's width is not 4.
+    /// on CUDA for other sizes than K = V = 128, or K 96 and V 192, with a convolution of width 4.
     pub fn new_pool_with(&self, capacity: usize, options: &PoolOptions) -> Result<StatePool> {
         if capacity == 0 {
             bail!("GatedDeltaNet: capacity: expected at least 1 slot, got 0");
@@ -218,7 +218,7 @@ impl GatedDeltaNet {
         let fused = plan::has_fused_step(c.key_head_dim, c.value_head_dim, c.conv_kernel);
         if self.conv_weight.device().is_cuda() && !fused {
             bail!(
-                "GatedDeltaNet: ring: expected heads of 128 and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
+                "GatedDeltaNet: ring: expected heads of 128, or 96 (K) and 192 (V), and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
                 c.key_head_dim,
                 c.value_head_dim,
                 c.conv_kernel

@@ -67,7 +67,7 @@ const ALGOS: [(Algo, i32); 6] = [
     (Algo::Auto, gdn::GDN_AUTO),
     (Algo::Recurrent, gdn::GDN_RECURRENT),
     (Algo::Recurrent128, gdn::GDN_RECURRENT_128),
-    (Algo::Decode128, gdn::GDN_DECODE_128),
+    (Algo::Decode, gdn::GDN_DECODE),
     (Algo::ChunkedSm80, gdn::GDN_CHUNKED_SM80),
     (Algo::ChunkedSm90, gdn::GDN_CHUNKED_SM90),
 ];

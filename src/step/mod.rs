@@ -78,7 +78,7 @@ impl GdnStep {
     fn unfused(&self) -> Result<Algo> {
         let besides = match self.algo {
             Algo::StepWhole => "",
-            Algo::StepSplit => ", compute capability 9.0, 1 to 4 value heads a key head, gates in f32 or as qkv",
+            Algo::StepSplit => ", compute capability 9.0, 1 to 4 value heads a key head (1 or 2 of V 192), gates in f32 or as qkv",
             Algo::StepHeads => ", compute capability 9.0, 2 to 8 value heads a key head",
             _ => return Ok(Algo::Unfused),
         };
@@ -154,7 +154,7 @@ custom_op!(CustomOp3 for GdnStep, OP, x x_layout, z z_layout, w w_layout);
 /// out = rms_norm(o) * act(z)
 /// ```
 ///
-/// On CUDA this is one kernel where K = V = 128 and the convolution's width is 4 ([`Algo::StepWhole`] has the rest), and
+/// On CUDA this is one kernel for the sizes of [`Algo::StepWhole`] and a convolution of width 4, and
 /// nothing is rounded between its parts; otherwise and on the CPU the three run one after the other.
 ///
 /// | tensor | one token a sequence | up to 16 tokens a sequence | dtype |

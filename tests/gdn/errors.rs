@@ -102,15 +102,15 @@ fn rule_shapes() {
         options(|o| o.scale = Some(f64::NAN), &["scale: expected a finite value, got NaN"]);
         options(|o| o.beta_scale = 3.0, &["beta_scale", "got 3"]);
         options(|o| o.algo = Algo::Recurrent128, &["algo", "Recurrent128", "16"]);
-        options(|o| o.algo = Algo::Decode128, &["gdn_decode: algo: Decode128 supports heads of size 128, got 16"]);
+        options(|o| o.algo = Algo::Decode, &["gdn_decode: algo: Decode supports K of 64", "got 16 (K)"]);
 
         let prefill = |n: usize| {
             let (k, ab, heads) = (z(&[1, n, 1, 128]), z(&[1, n, 1]), z(&[1]));
             let gates = Gates { a: ab.clone(), b: ab, a_log: heads.clone(), dt_bias: heads };
-            let options = RuleOptions::with(|o| o.algo = Algo::Decode128);
+            let options = RuleOptions::with(|o| o.algo = Algo::Decode);
             gdn_prefill(&k, &k, &k, &gates, &z(&[1, 1, 128, 128]), None, options)
         };
-        refused(prefill(17), &["gdn_prefill: algo: Decode128 supports up to 16 tokens a sequence, got 17"]);
+        refused(prefill(17), &["gdn_prefill: algo: Decode supports up to 16 tokens a sequence, got 17"]);
         if device.is_cpu() {
             prefill(16).unwrap(); // on CUDA the kernel's own tests say so
         }
@@ -283,7 +283,7 @@ fn step_options_and_dtypes() {
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
         for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
-            let sentence = format!("algo: {algo:?} supports heads of size 128 and a convolution of width 4");
+            let sentence = format!("algo: {algo:?} supports heads of 128, or 96 (K) and 192 (V), and a convolution of width 4");
             refuses(&good, |s| s.options.rule.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
             let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
             let wide = step_of_128(1, algo, device);

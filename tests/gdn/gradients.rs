@@ -361,7 +361,7 @@ fn bad_arguments_are_named() {
         let half = gates.to_dtype(DType::BF16).unwrap();
         refused(run(&qkv, &half, &state, None, usual), &["gates: expected dtype F32, got BF16"]);
         let of = |algo| RuleOptions::with(|options| options.algo = algo);
-        refused(run(&qkv, &gates, &state, None, of(Algo::Decode128)), &["algo: expected Auto, Recurrent"]);
+        refused(run(&qkv, &gates, &state, None, of(Algo::Decode)), &["algo: expected Auto, Recurrent"]);
         refused(
             run(&qkv, &gates, &state, None, of(Algo::ChunkedSm80)),
             &["algo: ChunkedSm80 supports q, k and v in bf16"],

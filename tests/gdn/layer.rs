@@ -255,7 +255,7 @@ fn a_forced_kernel_gives_the_same() {
         for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
             let dtype = dtype_for(algo);
             let layer = random_layer::layer(&of_128(), dtype, &device, 5);
-            let tokens = if algo == Algo::Decode128 { 16 } else { 70 };
+            let tokens = if algo == Algo::Decode { 16 } else { 70 };
             let x = Tensor::randn(0f32, 1., (2, tokens + 6, 64), &device).unwrap().to_dtype(dtype).unwrap();
             let cuts = [0, tokens, tokens + 5, tokens + 6];
             let want = in_parts(&layer, &x, &cuts);
@@ -277,7 +277,7 @@ fn a_forced_kernel_gives_the_same() {
 fn a_forced_kernel_that_does_not_take_a_call_is_an_error() {
     for device in devices() {
         for (algo, tokens, sentence) in [
-            (Algo::Decode128, 17, "gdn_prefill: algo: Decode128 supports up to 16 tokens a sequence, got 17"),
+            (Algo::Decode, 17, "gdn_prefill: algo: Decode supports up to 16 tokens a sequence, got 17"),
             (Algo::ChunkedSm80, 17, "gdn_prefill: algo: ChunkedSm80 supports q, k and v in bf16 or f16, got F32"),
             (Algo::ChunkedSm90, 3, "gdn_step: algo: ChunkedSm90 supports q, k and v in bf16 or f16, got F32"),
         ] {

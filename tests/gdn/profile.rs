@@ -67,7 +67,7 @@ fn cases(device: &Device) -> Vec<(Case, usize, Algo)> {
     let algos = [Algo::Recurrent, Algo::Recurrent128];
     let lengths = [1, 4, 70];
     let all = lengths.into_iter().flat_map(|tokens| algos.map(|algo| (tokens, algo)));
-    let all = all.chain([(1, Algo::Decode128), (4, Algo::Decode128)]);
+    let all = all.chain([(1, Algo::Decode), (4, Algo::Decode)]);
     all.map(|(tokens, algo)| (Case::new(3, tokens, algo, device), tokens, algo)).collect()
 }
 
@@ -132,7 +132,7 @@ fn scopes_are_those_of_the_kernel() {
             let roles: Vec<_> = table.roles.iter().map(|r| (r.role, r.warps)).collect();
             let half = launch.warps.len() / 2;
             match (algo, tokens) {
-                (Algo::Decode128, _) => assert_eq!(roles, [("decode", launch.warps.len())]),
+                (Algo::Decode, _) => assert_eq!(roles, [("decode", launch.warps.len())]),
                 (Algo::Recurrent128, _) | (_, 70) => {
                     assert_eq!(roles, [("recurrent consumer", half), ("recurrent producer", half)]);
                 }
@@ -173,7 +173,7 @@ fn scopes_are_those_of_the_kernel() {
             }
             // One warp of a block does the gates of a stage; the others the tokens between them.
             let scopes = ["load q/k/v", "wait: gates", "gates", "wait: q/k/v", "normalise"];
-            for scope in if algo == Algo::Decode128 { &scopes[..1] } else { &scopes[..] } {
+            for scope in if algo == Algo::Decode { &scopes[..1] } else { &scopes[..] } {
                 assert!(launch.warps.iter().any(|w| count(w, scope) > 0), "{scope}: {tokens} tokens, {algo:?}");
             }
         }

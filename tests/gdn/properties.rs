@@ -47,10 +47,10 @@ fn any_case() -> impl Strategy<Value = Case> {
             let of_128 = (dims.key_dim, dims.value_dim) == (128, 128);
             let of_8 = dims.key_dim <= 128 && dims.key_dim % 8 == 0 && dims.value_dim % 8 == 0;
             let algo = match algo {
-                Algo::Recurrent128 | Algo::Decode128 if !of_128 => Algo::Recurrent,
-                Algo::Decode128 if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
+                Algo::Recurrent128 | Algo::Decode if !of_128 => Algo::Recurrent,
+                Algo::Decode if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
                 // One token: gates in f32 or in the dtype of q.
-                Algo::Decode128
+                Algo::Decode
                     if lengths.iter().all(|&n| n <= 1)
                         && gate_dtype.is_some_and(|gate| gate != DType::F32 && gate != dtype) =>
                 {
@@ -101,7 +101,7 @@ proptest! {
 fn lengths_and_ratios_exhaustively() {
     for device in devices() {
         for algo in Algo::RULE {
-            let (short, dtype) = (algo == Algo::Decode128, dtype_for(algo));
+            let (short, dtype) = (algo == Algo::Decode, dtype_for(algo));
             for length in LENGTHS.into_iter().filter(|&n| !short || n <= 16) {
                 for state_dtype in [DType::F32, DType::BF16] {
                     Case { algo, dtype, state_dtype, ..Case::new(dims(1, 2, 128, 128), &[length]) }.check(&device);
@@ -123,7 +123,7 @@ fn hard_inputs() {
             for beta_scale in [1.0, 2.0] {
                 for decay in [Decay::None, Decay::Usual, Decay::Strong, Decay::Bursts, Decay::Huge] {
                     for repeat_keys in [false, true] {
-                        let lengths = if algo == Algo::Decode128 { [16, 9] } else { [130, 64] };
+                        let lengths = if algo == Algo::Decode { [16, 9] } else { [130, 64] };
                         let case = Case::new(dims(1, 2, 128, 128), &lengths);
                         let dtype = dtype_for(algo);
                         Case { algo, dtype, beta_scale, b_mean: 8.0, decay, repeat_keys, ..case }.check(&device);

@@ -88,7 +88,7 @@ fn other_kernels_refuse_both() {
     for device in &devices() {
         let x = args(1, 1, device).in_dtype(DType::BF16);
         let [g, beta] = ready(&x);
-        for algo in [Algo::Recurrent128, Algo::Decode128] {
+        for algo in [Algo::Recurrent128, Algo::Decode] {
             let sentence = format!("gdn_prefill: algo: {algo:?} supports raw gates and an initial state");
             let op = GdnPrefill::with_ready_gates(g.clone(), beta.clone(), &x.state, None, options(algo)).unwrap();
             refused(op.forward(&x.q, &x.k, &x.v), &[&sentence]);

@@ -289,7 +289,7 @@ fn refusals() {
             let small = crate::random_layer::layer(&small(), DType::F32, &device, 1);
             refused(
                 small.new_pool_with(1, &PoolOptions::default().dtype(DType::F32).ring()),
-                &["ring: expected heads of 128 and a convolution of width 4 on CUDA"],
+                &["ring: expected heads of 128, or 96 (K) and 192 (V), and a convolution of width 4 on CUDA"],
             );
         }
     }

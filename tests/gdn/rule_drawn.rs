@@ -166,7 +166,7 @@ impl Drawn {
                     b.to_dtype(case.dtype)?,
                 ];
                 // Rows that start anywhere, or rows that vector loads can take.
-                let aligned = matches!(case.algo, Algo::Recurrent128 | Algo::Decode128)
+                let aligned = matches!(case.algo, Algo::Recurrent128 | Algo::Decode)
                     || on_tensor_cores(case.algo)
                     || case.seed.is_multiple_of(2);
                 let nan = |shape: Vec<usize>| Tensor::full(f32::NAN, shape, device)?.to_dtype(case.dtype);

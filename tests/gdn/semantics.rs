@@ -224,7 +224,7 @@ fn backward_is_a_clear_error() {
 #[test]
 fn runs_repeat_bit_for_bit() {
     for device in devices() {
-        let f32 = f32_algos().map(|algo| (algo, DType::F32, if algo == Algo::Decode128 { 16 } else { 300 }, 0..1));
+        let f32 = f32_algos().map(|algo| (algo, DType::F32, if algo == Algo::Decode { 16 } else { 300 }, 0..1));
         let halves = tensor_cores(&device).flat_map(|algo| HALVES.map(|dtype| (algo, dtype, 500, 0..4)));
         for (algo, dtype, tokens, segments) in f32.chain(halves) {
             for segments in segments {

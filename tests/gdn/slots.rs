@@ -99,7 +99,7 @@ fn the_rule_reads_one_slot_and_writes_another() {
     for device in devices() {
         for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
             for state_dtype in [DType::F32, DType::BF16] {
-                let lengths: &[usize] = if algo == Algo::Decode128 { &[1, 7] } else { &[1, 7, 70] };
+                let lengths: &[usize] = if algo == Algo::Decode { &[1, 7] } else { &[1, 7, 70] };
                 for &tokens in lengths {
                     let (x, o) = (args(5, tokens, &device).in_dtype(dtype_for(algo)), in_one_piece(algo));
                     let before = [pool(&[4, 128, 128], state_dtype, &device, 1)];
@@ -131,7 +131,7 @@ fn decode_reads_one_slot_and_writes_another() {
 fn packed_sequences_read_one_slot_and_write_another() {
     for device in devices() {
         for algo in Algo::RULE.into_iter().filter(|algo| has(&device, *algo)) {
-            let lengths = [if algo == Algo::Decode128 { 16 } else { 70 }, 0, 5, 3, 9];
+            let lengths = [if algo == Algo::Decode { 16 } else { 70 }, 0, 5, 3, 9];
             let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
             let (x, o) = (args(1, cu.total_tokens(), &device).in_dtype(dtype_for(algo)).packed(), in_one_piece(algo));
             let before = [pool(&[4, 128, 128], DType::F32, &device, 3)];

@@ -15,7 +15,7 @@ use std::convert::identity;
 fn it_is_the_f32_state_rounded() {
     for device in devices() {
         for algo in f32_algos().chain(tensor_cores(&device)) {
-            let reordered = device.is_cuda() && matches!(algo, Algo::Auto | Algo::Decode128);
+            let reordered = device.is_cuda() && matches!(algo, Algo::Auto | Algo::Decode);
             let same = |what: &str, [(o, state), (o_bf16, state_bf16)]: [(Tensor, Tensor); 2]| {
                 assert_eq!(state_bf16.dtype(), DType::BF16);
                 let state = state.to_device(&Device::Cpu).unwrap();
@@ -31,7 +31,7 @@ fn it_is_the_f32_state_rounded() {
             };
             // Above and below the lengths from which a kernel goes another way.
             let (lengths, segments) = match algo {
-                Algo::Decode128 => ([1, 5, 16], &[0][..]),
+                Algo::Decode => ([1, 5, 16], &[0][..]),
                 algo if on_tensor_cores(algo) => ([1, 64, 300], &[1, 3][..]),
                 _ => ([1, 5, 70], &[0][..]),
             };
@@ -51,7 +51,7 @@ fn it_is_the_f32_state_rounded() {
                 }
                 same(&format!("{algo:?}, decode"), both(&|x| x.token(0).decoded(options(algo))));
                 let cu = CuSeqlens::from_lengths(&[tokens - 1, tokens + 1], &device).unwrap();
-                if algo != Algo::Decode128 || tokens < 16 {
+                if algo != Algo::Decode || tokens < 16 {
                     same(&format!("{algo:?}, packed"), both(&|x| x.packed().prefilled(Some(&cu), options(algo))));
                 }
             }

@@ -5,7 +5,7 @@ from workloads import FUSED_TOKENS, QUICK
 
 RULE = ["decode", "prefill", "contest-decode", "contest-prefill", "hard"]
 PREFILLS = ["prefill", "contest-prefill", "hard"]
-ALGOS = ["auto", "recurrent", "recurrent_128", "decode_128", "chunked_sm80", "chunked_sm90"]    # gdn_algo of cuda/gdn.h
+ALGOS = ["auto", "recurrent", "recurrent_128", "decode", "chunked_sm80", "chunked_sm90"]    # gdn_algo of cuda/gdn.h
 
 # The layer's step taken apart: launches that wait for each other; no cluster of blocks, and so nothing that one block sends
 # another; a launch each for convolution, rule and norm, and cuBLAS.

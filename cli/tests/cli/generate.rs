@@ -68,7 +68,7 @@ fn prefill_chunks_change_nothing() {
     }
 }
 
-const NAMES: &str = "auto, recurrent, recurrent_128, decode_128, chunked_sm80, chunked_sm90, step_whole, \
+const NAMES: &str = "auto, recurrent, recurrent_128, decode, chunked_sm80, chunked_sm90, step_whole, \
      step_split, step_heads, unfused";
 
 #[test]

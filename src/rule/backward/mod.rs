@@ -171,7 +171,7 @@ pub fn gdn_rule_diff(
 ) -> Result<(Tensor, Tensor)> {
     check_sizes(sizes)?;
     options.check(OP)?;
-    if matches!(options.algo, Algo::Recurrent128 | Algo::Decode128) {
+    if matches!(options.algo, Algo::Recurrent128 | Algo::Decode) {
         bail!("{OP}: algo: expected Auto, Recurrent, ChunkedSm80 or ChunkedSm90 in training, got {:?}", options.algo);
     }
     let boundaries = cu_seqlens.map(CuSeqlens::tensor);
