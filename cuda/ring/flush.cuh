@@ -100,57 +100,27 @@ __device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpda
   }
 }
 
-// This lane's fragment m of the 16 rows that begin at `rows`, times the decay.
-template <typename ST, int K>
-__device__ __forceinline__ void load_decayed(float (&s)[2][8], const ST (*rows)[K], float state_decay, int m, int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    Fragment<ST> fragment;
-    fragment.load(rows[lane / 4 + 8 * half] + 8 * (lane % 4) + m * kFragmentStep);
-    fragment.floats(s[half]);
-#pragma unroll
-    for (int i = 0; i < 8; ++i) s[half][i] *= state_decay;
-  }
-}
-
-template <int K, typename ST> __device__ __forceinline__ void store_fragment(const float (&s)[2][8], ST *out, int m, int lane) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half)
-    Fragment<ST>::store(out + (lane / 4 + 8 * half) * K + 8 * (lane % 4) + m * kFragmentStep, s[half]);
-}
-
 // Flushes the 16 rows that begin at `rows` and writes them to `out`.
 template <typename ST, typename T, int K, int TERMS>
 __device__ __forceinline__ void flush_rows(const ST (*rows)[K], ST *out, float state_decay, const FlushKeys<T, K> &keys,
                                            const FlushUpdates<TERMS> &updates, int lane) {
+  using F = Fragment<ST>;
+  const int row = lane / 4, c = lane % 4;
 #pragma unroll
   for (int m = 0; m < kFragments<K>; ++m) {
     float s[2][8];
-    load_decayed(s, rows, state_decay, m, lane);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      F fragment;
+      fragment.load(rows[row + 8 * half] + 8 * c + m * kFragmentStep);
+      fragment.floats(s[half]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) s[half][i] *= state_decay;
+    }
     flush_fragment(s, updates, keys, m, lane);
-    store_fragment<K>(s, out, m, lane);
-  }
-}
-
-// The same where the keys take the place of the rows: fill(keys) stores them once the rows are in registers.
-template <typename T, int K, typename ST> constexpr bool kRowsHoldKeys = sizeof(FlushKeys<T, K>) <= 16 * K * sizeof(ST);
-template <typename T, typename ST, int K, int TERMS, typename Fill>
-__device__ __forceinline__ void flush_rows_in_place(ST (*rows)[K], ST *out, float state_decay, const Fill &fill,
-                                                    const FlushUpdates<TERMS> &updates, int lane) {
-  static_assert(kRowsHoldKeys<T, K, ST>);
-  float s[kFragments<K>][2][8];
 #pragma unroll
-  for (int m = 0; m < kFragments<K>; ++m) load_decayed(s[m], rows, state_decay, m, lane);
-  auto &keys = *reinterpret_cast<FlushKeys<T, K> *>(rows);
-  __syncwarp();
-  fill(keys);
-  __syncwarp();
-#pragma unroll
-  for (int m = 0; m < kFragments<K>; ++m) {
-    flush_fragment(s[m], updates, keys, m, lane);
-    store_fragment<K>(s[m], out, m, lane);
+    for (int half = 0; half < 2; ++half) F::store(out + (row + 8 * half) * K + 8 * c + m * kFragmentStep, s[half]);
   }
-  __syncwarp();    // the last use of these keys
 }
 
 }  // namespace ring

@@ -42,21 +42,16 @@ template <typename L, typename ST> __device__ __forceinline__ void load_run(cons
 constexpr int kTokenRows = 32;
 template <int V> constexpr int kTokenWarps = V / kTokenRows;
 
-// Whether a flush stores its keys where the state lies. An f32 state of 192 rows leaves 3 KB to each of three blocks.
-template <typename T, typename ST, int K, int V> constexpr bool kFlushInPlace = V > 128 && sizeof(ST) == 4 && kRowsHoldKeys<T, K, ST>;
-
-// Blocks that a multiprocessor must have registers for: with f32 states it has shared memory for three.
-template <typename T, typename ST, int K, int V>
-constexpr int kTokenBlocks = sizeof(ST) == 2 ? 4 : V > 128 && !kFlushInPlace<T, ST, K, V> ? 2 : 3;
+// Blocks that a multiprocessor must have registers for: with f32 states it has shared memory for three of 128 rows, for two of 192.
+template <typename ST, int V> constexpr int kTokenBlocks = (sizeof(ST) == 4 ? 3 : 4) - (V > 128);
 
 // What the warps of a block share.
-struct Nothing {};
-template <typename T, typename ST, int K, int V> struct TokenShared {
+template <typename T, int K, int V> struct TokenShared {
   float2 products[kEntries];    // of an entry's key with k and q
   DecayProducts decays[kEntries];    // .entry of each; .state is the same in all
   float log_step, step, beta, q_scale, kq;
   Factor k_scale;
-  std::conditional_t<kFlushInPlace<T, ST, K, V>, Nothing, FlushKeys<T, K>> flush;    // written only for a flush
+  FlushKeys<T, K> flush;    // written only for a flush
   uint64_t arrived[kTokenWarps<V>];    // the state, a warp's rows
   alignas(16) float q[K], k[K], v[V];
   float squares[kTokenWarps<V>];    // sums over the rows of a warp
@@ -64,14 +59,14 @@ template <typename T, typename ST, int K, int V> struct TokenShared {
 
 // One function: loads are under way from its first lines to its last, in registers that its parts could not pass on.
 template <typename T, typename ST, int K, int V>
-__global__ void __launch_bounds__(32 * kTokenWarps<V>, (kTokenBlocks<T, ST, K, V>))
+__global__ void __launch_bounds__(32 * kTokenWarps<V>, (kTokenBlocks<ST, V>))
 token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
   // Eight lanes a row, also where their chunks are then shorter than 16 bytes: four would need twice the registers for k and q.
   using L = step::Lanes<std::conditional_t<step::Lanes<ST, K>::kLanes == 8, ST, float>, K>;
   using Key = step::RawRun<T, L::kVec>;
   constexpr int WARPS = kTokenWarps<V>, kLanes = L::kLanes, kGroups = L::kGroups, kEach = L::kEach, ROWS = kLanes, kWarpRows = kTokenRows;
   static_assert(kGroups * ROWS == kWarpRows, "a row's output belongs to one lane");
-  __shared__ TokenShared<T, ST, K, V> shared;
+  __shared__ TokenShared<T, K, V> shared;
   using Rows = StateRows<ST, kWarpRows, K>;
   using Convolution = TokenConvolution<T, K, V>;
   extern __shared__ __align__(128) unsigned char state_rows[];    // the copy engine writes fastest at this alignment
@@ -211,12 +206,10 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
     float dots[2] = {step::dot(key, k), step::dot(key, q)};
     step::row_sums<kLanes>(dots);
     if (part == 0) shared.products[entry] = entry < ring.length ? float2{dots[0], dots[1]} : float2{0.f, 0.f};
-    if constexpr (!kFlushInPlace<T, ST, K, V>) {
-      if (ring.flush) {
+    if (ring.flush) {
 #pragma unroll
-        for (int i = 0; i < kEach; i += 2)
-          shared.flush.put(entry, L::column(part, i / L::kVec) + i % L::kVec, key[i], key[i + 1]);
-      }
+      for (int i = 0; i < kEach; i += 2)
+        shared.flush.put(entry, L::column(part, i / L::kVec) + i % L::kVec, key[i], key[i + 1]);
     }
   }
   __syncthreads();
@@ -285,13 +278,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
       const int j = entry_of(x, lane % 4), row = warp_row0 + tile + lane / 4 + 8 * half;
       return j < static_cast<int>(ring.length) ? shared.decays[j].entry * updates[ring.row(j) * V + row] : 0.f;
     });
-    if constexpr (kFlushInPlace<T, ST, K, V>) {
-      const auto key_of = [&](int j) { return keys_of<T, K>(p.ring, in_slot, key_head) + ring.row(j) * K; };
-      const auto fill = [&](FlushKeys<T, K> &keys) { keys.fill(key_of, ring.length, lane, 32); };
-      flush_rows_in_place<T>(state.rows + tile, out + tile * K, shared.decays[0].state, fill, decayed, lane);
-    } else {
-      flush_rows(state.rows + tile, out + tile * K, shared.decays[0].state, shared.flush, decayed, lane);
-    }
+    flush_rows(state.rows + tile, out + tile * K, shared.decays[0].state, shared.flush, decayed, lane);
   }
 }
 

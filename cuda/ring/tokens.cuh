@@ -11,7 +11,7 @@ namespace ring {
 
 // One function: the state's products, the updates and the flush share registers.
 template <typename T, typename ST, int MAX, int K, int V>
-__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, V>, (kTokensBlocks<T, kTokensWarps<ST, MAX, V>>))
+__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, V>, (kTokensBlocks<T, ST, MAX, V>))
 tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
   using S = TokensShared<T, ST, MAX, K, V>;
   constexpr int WARPS = S::kWarps, TILES = kTiles<ST, MAX, V>, kThreads = 32 * WARPS, kTokens = MAX / 4, kWarpRows = 16 * TILES;

@@ -10,11 +10,12 @@ namespace gdn {
 namespace ring {
 
 // Tiles of 16 rows a warp, and warps of a block, which has a whole head: the norm is over it.
-template <typename ST, int MAX, int V> constexpr int kTiles = (sizeof(ST) == 2 || V > 128) && MAX < 16 ? 2 : 1;
+template <typename ST, int MAX, int V> constexpr int kTiles = V > 128 || (sizeof(ST) == 2 && MAX < 16) ? 2 : 1;
 template <typename ST, int MAX, int V> constexpr int kTokensWarps = V / 16 / kTiles<ST, MAX, V>;
 
-// Blocks that a multiprocessor must have registers for.
-template <typename T, int WARPS> constexpr int kTokensBlocks = WARPS > 8 ? 1 : (sizeof(T) == 4 ? 8 : 16) / WARPS;
+// Blocks that a multiprocessor must have registers for, and of 192 rows in 16 bits one more, as it has shared memory for.
+template <typename T, typename ST, int MAX, int V>
+constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / kTokensWarps<ST, MAX, V> + (V > 128 && sizeof(T) == 2 && sizeof(ST) == 2 && MAX < 16);
 
 // What of a block's shared memory stays elsewhere: nothing; entries and z, in global memory; and v too, in registers until it takes the
 // place of the tokens.
