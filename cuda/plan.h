@@ -139,17 +139,16 @@ inline int32_t rule_backward_algo(const gdn_rule_backward_params &p, const Devic
 // a second wave would double the time: small ones while they leave no multiprocessor idle.
 inline int recurrent_rows(int64_t heads, int sms) { return heads <= sms / 8 ? 1 : heads <= sms / 2 ? 2 : 4; }
 
-// GDN_DECODE, one token: rows a lane group and warps a block. Few heads are divided over as many warps as there are rows; then more
-// rows a warp share the loads of q and k, as long as a lane has no more than some 128 bytes of the state under way.
+// GDN_DECODE, one token: rows a lane group and warps a block. Few heads are divided over as many warps as there are rows; with more
+// work the rows of a warp share the loads of q and k, but a lane has at most 256 bytes of the state under way.
 struct DecodeShape {
   int rows, warps;
 };
 enum class Work { kFew, kSome, kMany };
 constexpr DecodeShape decode_shape(Work work, int32_t state_dtype, int k) {
-  const bool wide = k > 128;
   if (work == Work::kFew) return {1, 4};
-  if (state_dtype == GDN_BF16) return {wide || k == 96 ? 2 : 4, 1};
-  return work == Work::kSome ? DecodeShape{wide ? 2 : 4, 2} : DecodeShape{wide ? 1 : k == 64 ? 4 : 2, 1};
+  if (state_dtype == GDN_BF16) return k > 128 ? DecodeShape{2, 2} : DecodeShape{4, 1};
+  return work == Work::kSome ? DecodeShape{k > 128 ? 2 : 4, 2} : DecodeShape{k >= 128 ? 2 : 4, 1};
 }
 inline Work decode_work(const gdn_common &p, int sms) {
   const int64_t heads = heads_of(p) * p.head_k * p.head_v / (128 * 128);    // as many as have the same bytes with K = V = 128

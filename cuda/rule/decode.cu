@@ -9,25 +9,28 @@ namespace gdn {
 namespace step {
 namespace {
 
-template <typename T, typename ST, int K, plan::Work WORK> int launch_shape(const gdn_rule_params &p, cudaStream_t stream) {
-  constexpr plan::DecodeShape kShape = plan::decode_shape(WORK, std::is_same_v<ST, float> ? GDN_F32 : GDN_BF16, K);
-  constexpr int kBlockRows = Lanes<ST, K>::kGroups * kShape.rows * kShape.warps;
+template <typename T, typename ST, int K, int ROWS, int WARPS> int launch_shape(const gdn_rule_params &p, cudaStream_t stream) {
+  constexpr int kBlockRows = Lanes<ST, K>::kGroups * ROWS * WARPS;
   static_assert(32 % kBlockRows == 0, "V is a multiple of 32");
   const gdn_common &c = p.common;
   const dim3 grid(static_cast<unsigned>(c.head_v / kBlockRows), static_cast<unsigned>(c.num_v_heads), static_cast<unsigned>(c.seqs.num_seqs));
   return with_gate<T>(c.gate_dtype, [&](auto gate) {
     using G = typename decltype(gate)::type;
-    GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * kShape.warps)) return status;)
-    return launch(decode_kernel<T, G, ST, K, kShape.rows, kShape.warps>, {grid, dim3(32 * kShape.warps), 0, stream},
-                  decode_params(p) GDN_PROFILED(, target));
+    GDN_PROFILED(profile::Target target; if (const int status = profile::attach(target, grid, 32 * WARPS)) return status;)
+    return launch(decode_kernel<T, G, ST, K, ROWS, WARPS>, {grid, dim3(32 * WARPS), 0, stream}, decode_params(p) GDN_PROFILED(, target));
   });
+}
+
+template <typename T, typename ST, int K, plan::Work WORK> int launch_work(const gdn_rule_params &p, cudaStream_t stream) {
+  constexpr plan::DecodeShape kShape = plan::decode_shape(WORK, std::is_same_v<ST, float> ? GDN_F32 : GDN_BF16, K);
+  return launch_shape<T, ST, K, kShape.rows, kShape.warps>(p, stream);
 }
 
 template <typename T, typename ST, int K> int launch_one_token(const gdn_rule_params &p, plan::Work work, cudaStream_t stream) {
   switch (work) {
-    case plan::Work::kFew: return launch_shape<T, ST, K, plan::Work::kFew>(p, stream);
-    case plan::Work::kSome: return launch_shape<T, ST, K, plan::Work::kSome>(p, stream);
-    default: return launch_shape<T, ST, K, plan::Work::kMany>(p, stream);
+    case plan::Work::kFew: return launch_work<T, ST, K, plan::Work::kFew>(p, stream);
+    case plan::Work::kSome: return launch_work<T, ST, K, plan::Work::kSome>(p, stream);
+    default: return launch_work<T, ST, K, plan::Work::kMany>(p, stream);
   }
 }
 

@@ -78,7 +78,9 @@ impl GdnStep {
     fn unfused(&self) -> Result<Algo> {
         let besides = match self.algo {
             Algo::StepWhole => "",
-            Algo::StepSplit => ", compute capability 9.0, 1 to 4 value heads a key head (1 or 2 of V 192), gates in f32 or as qkv",
+            Algo::StepSplit => {
+                ", compute capability 9.0, 1 to 4 value heads a key head (1 or 2 of V 192), gates in f32 or as qkv"
+            }
             Algo::StepHeads => ", compute capability 9.0, 2 to 8 value heads a key head",
             _ => return Ok(Algo::Unfused),
         };

@@ -283,7 +283,8 @@ fn step_options_and_dtypes() {
         refused(good.qkv.apply_op3_no_bwd(&good.z, &good.qkv, &op), &["gdn_step: conv_weight:", "[3, 192]"]);
 
         for algo in [Algo::StepWhole, Algo::StepSplit, Algo::StepHeads] {
-            let sentence = format!("algo: {algo:?} supports heads of 128, or 96 (K) and 192 (V), and a convolution of width 4");
+            let sentence =
+                format!("algo: {algo:?} supports heads of 128, or 96 (K) and 192 (V), and a convolution of width 4");
             refuses(&good, |s| s.options.rule.algo = algo, &[&sentence, "got 16 (K), 32 (V) and 4"]);
             let narrow = (zeros(&[3, 2, 1024], device), zeros(&[1024, 3], device));
             let wide = step_of_128(1, algo, device);

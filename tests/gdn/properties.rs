@@ -44,17 +44,29 @@ fn any_case() -> impl Strategy<Value = Case> {
         )| {
             let (l2norm, decay, repeat_keys, norm) = input;
             let (beta_scale, b_mean, gate_dtype) = gates;
-            let of_128 = (dims.key_dim, dims.value_dim) == (128, 128);
+            let sizes = (dims.key_dim, dims.value_dim);
+            let of_128 = sizes == (128, 128);
+            let decodes = match sizes {
+                (128, 128) | (96, 192) => lengths.iter().all(|&n| n <= 16),
+                (64 | 96 | 192 | 256, _) => !packed && lengths.iter().all(|&n| n == 1) && dims.value_dim % 32 == 0,
+                _ => false,
+            };
             let of_8 = dims.key_dim <= 128 && dims.key_dim % 8 == 0 && dims.value_dim % 8 == 0;
             let algo = match algo {
-                Algo::Recurrent128 | Algo::Decode if !of_128 => Algo::Recurrent,
-                Algo::Decode if lengths.iter().any(|&n| n > 16) => Algo::Recurrent128,
+                Algo::Recurrent128 if !of_128 => Algo::Recurrent,
+                Algo::Decode if !decodes => {
+                    if of_128 {
+                        Algo::Recurrent128
+                    } else {
+                        Algo::Recurrent
+                    }
+                }
                 // One token: gates in f32 or in the dtype of q.
                 Algo::Decode
                     if lengths.iter().all(|&n| n <= 1)
                         && gate_dtype.is_some_and(|gate| gate != DType::F32 && gate != dtype) =>
                 {
-                    Algo::Recurrent128
+                    Algo::Recurrent
                 }
                 algo if on_tensor_cores(algo) && !of_8 => Algo::Recurrent,
                 algo => algo,
@@ -110,6 +122,41 @@ fn lengths_and_ratios_exhaustively() {
             for ratio in [1, 2, 3, 4, 8] {
                 let lengths = [5, 0, if short { 16 } else { 70 }];
                 Case { algo, dtype, ..Case::new(dims(2, ratio, 128, 128), &lengths) }.check(&device);
+            }
+        }
+    }
+}
+
+/// Decode of every head size, for few sequences and for many, which have kernels of other shapes.
+#[test]
+fn decode_of_every_head_size() {
+    for device in devices() {
+        let one = [(64, 64), (64, 256), (96, 96), (96, 192), (128, 32), (128, 256), (192, 192), (256, 64), (256, 256)];
+        for ((k, v), state_dtype) in
+            one.into_iter().flat_map(|sizes| [DType::F32, DType::BF16].map(|state| (sizes, state)))
+        {
+            // Sequences of 4 heads, whose states are as large as few, some and many heads of 128.
+            for sequences in [1, 240, 400].map(|heads: usize| (heads * 128 * 128).div_ceil(4 * k * v)) {
+                // The CPU has no such choice, and its reference takes its time.
+                if sequences > 1 && device.is_cpu() {
+                    continue;
+                }
+                let case = Case::new(dims(2, 2, k, v), &vec![1; sequences]);
+                for (dtype, slots) in [(DType::F32, false), (DType::BF16, true)] {
+                    Case { algo: Algo::Decode, dtype, state_dtype, slots, packed: false, ..case.clone() }
+                        .check(&device);
+                }
+            }
+            if (k, v) == (96, 192) {
+                for lengths in [&[2, 5, 0, 16, 1][..], &[8, 8]] {
+                    Case {
+                        algo: Algo::Decode,
+                        state_dtype,
+                        dtype: DType::BF16,
+                        ..Case::new(dims(2, 3, k, v), lengths)
+                    }
+                    .check(&device);
+                }
             }
         }
     }

@@ -14,10 +14,14 @@ use std::convert::identity;
 fn equals_its_definition_and_the_three_ops() {
     for device in devices() {
         let mut seed = 0;
-        for ratio in [1, 2, 3, 4, 8] {
+        for (ratio, dims) in [1, 2, 3, 4, 8]
+            .map(|ratio| (ratio, (128, 128)))
+            .into_iter()
+            .chain([1, 2, 3].map(|ratio| (ratio, (96, 192))))
+        {
             for (batch, tokens) in [1, 2, 5, 33].into_iter().flat_map(|n| [1, 2, 5, 16].map(|t| (n, t))) {
                 // The reference takes its time.
-                if batch * tokens > 80 && ratio != 3 {
+                if batch * tokens > 80 && (ratio, dims) != (3, (128, 128)) {
                     continue;
                 }
                 for dtype in [DType::F32, DType::BF16, DType::F16] {
@@ -33,7 +37,7 @@ fn equals_its_definition_and_the_three_ops() {
                         gate: if bit(6) { GateActivation::Sigmoid } else { GateActivation::Silu },
                         beta_scale: if bit(7) { 2.0 } else { 1.0 },
                         scale: if bit(8) { Some(0.3) } else { None },
-                        ..Case::new(ratio, batch, tokens, seed)
+                        ..Case::new(ratio, batch, tokens, seed).with_dims(dims)
                     };
                     let algo = case.check(&device);
                     // With 99 KB of shared memory and no clusters a head's tokens have no room beside its state.
@@ -50,21 +54,27 @@ fn equals_its_definition_and_the_three_ops() {
 fn every_variant_and_option() {
     for device in devices() {
         let clusters = has_clusters(&device);
-        for (algo, ratio, tokens) in [
-            (Algo::StepWhole, 2, 1),
-            (Algo::StepWhole, 3, 6),
-            (Algo::StepSplit, 1, 1),
-            (Algo::StepSplit, 4, 1),
-            (Algo::StepHeads, 2, 1),
-            (Algo::StepHeads, 8, 1),
-            (Algo::StepHeads, 3, 6),
-            (Algo::Unfused, 2, 1),
-            (Algo::Unfused, 2, 6),
+        for (algo, ratio, dims, tokens) in [
+            (Algo::StepWhole, 2, (128, 128), 1),
+            (Algo::StepWhole, 3, (128, 128), 6),
+            (Algo::StepWhole, 1, (96, 192), 1),
+            (Algo::StepWhole, 2, (96, 192), 6),
+            (Algo::StepSplit, 1, (128, 128), 1),
+            (Algo::StepSplit, 4, (128, 128), 1),
+            (Algo::StepSplit, 1, (96, 192), 1),
+            (Algo::StepSplit, 2, (96, 192), 1),
+            (Algo::StepHeads, 2, (128, 128), 1),
+            (Algo::StepHeads, 8, (128, 128), 1),
+            (Algo::StepHeads, 3, (128, 128), 6),
+            (Algo::StepHeads, 2, (96, 192), 1),
+            (Algo::StepHeads, 3, (96, 192), 6),
+            (Algo::Unfused, 2, (128, 128), 1),
+            (Algo::Unfused, 2, (128, 128), 6),
         ] {
             if matches!(algo, Algo::StepSplit | Algo::StepHeads) && device.is_cuda() && !clusters {
                 continue;
             }
-            let plain = Case { algo, ..Case::new(ratio, 4, tokens, 77) };
+            let plain = Case { algo, ..Case::new(ratio, 4, tokens, 77).with_dims(dims) };
             let half = Case { dtype: DType::BF16, gate_dtype: DType::BF16, ..plain.clone() };
             let cases = [
                 half.clone(),

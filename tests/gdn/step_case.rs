@@ -58,6 +58,12 @@ impl Case {
         }
     }
 
+    /// The same with heads of K and V.
+    pub fn with_dims(mut self, (key_dim, value_dim): (usize, usize)) -> Self {
+        (self.dims.key_dim, self.dims.value_dim) = (key_dim, value_dim);
+        self
+    }
+
     fn len(&self) -> usize {
         self.tokens.unwrap_or(1)
     }
