@@ -8,6 +8,8 @@
 namespace gdn {
 namespace ring {
 
+using step::kGroups;
+using step::kLanes;
 using step::Sizes;
 
 constexpr int kEntries = GDN_RING_ENTRIES;

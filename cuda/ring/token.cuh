@@ -1,5 +1,5 @@
-// The step of one token a sequence. A block has a head, a warp 32 of its rows; the lanes that share a row have as many of them. What
-// all rows need of the ring, k_j . k and k_j . q of its entries, is computed once a block, an entry by as many lanes, while the state is under way; and
+// The step of one token a sequence. A block has a head, a warp 32 of its rows; eight lanes have eight of them. What all rows need of
+// the ring, k_j . k and k_j . q of its entries, is computed once a block, an entry by eight lanes, while the state is under way; and
 // what is one number a head (gates, norms, products of decays) by one warp each. The updates of the ring are added to the sums of
 // S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
 #pragma once
@@ -11,13 +11,13 @@
 namespace gdn {
 namespace ring {
 
-// Sums of 2 LANES values over the lanes of a row: lane `part` ends with the sums of values 2 part and 2 part + 1.
-template <int LANES> __device__ __forceinline__ float2 scatter_sums(float (&x)[2 * LANES], int part) {
+// Sums of 16 values over the eight lanes of a row: lane `part` ends with the sums of values 2 part and 2 part + 1.
+__device__ __forceinline__ float2 scatter_sums(float (&x)[16], int part) {
 #pragma unroll
-  for (int half = LANES / 2, count = LANES; half > 0; half /= 2, count /= 2) {
+  for (int half = kLanes / 2, count = 8; half > 0; half /= 2, count /= 2) {
     const bool upper = part & half;
 #pragma unroll
-    for (int i = 0; i < LANES; ++i) {
+    for (int i = 0; i < 8; ++i) {
       if (i >= count) break;
       const float other = __shfl_xor_sync(0xffffffffu, upper ? x[i] : x[i + count], half);
       x[i] = (upper ? x[i + count] : x[i]) + other;
@@ -38,9 +38,9 @@ template <typename L, typename ST> __device__ __forceinline__ void load_run(cons
   }
 }
 
-// Rows of a warp, whose lanes get the output of one each. A block has all rows of a head, since the norm is over them.
-constexpr int kTokenRows = 32;
-template <int V> constexpr int kTokenWarps = V / kTokenRows;
+constexpr int kTokenRows = 8;    // of eight lanes, and kLanes: a row's output belongs to one lane
+static_assert(kTokenRows == kLanes);
+template <int V> constexpr int kTokenWarps = V / (kGroups * kTokenRows);    // a block: the norm is over all rows of a head
 
 // Blocks that a multiprocessor must have registers for: with f32 states it has shared memory for three of 128 rows, for two of 192.
 template <typename ST, int V> constexpr int kTokenBlocks = (sizeof(ST) == 4 ? 3 : 4) - (V > 128);
@@ -61,11 +61,11 @@ template <typename T, int K, int V> struct TokenShared {
 template <typename T, typename ST, int K, int V>
 __global__ void __launch_bounds__(32 * kTokenWarps<V>, (kTokenBlocks<ST, V>))
 token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
+  constexpr int WARPS = kTokenWarps<V>, ROWS = kTokenRows, kWarpRows = kGroups * ROWS;
   // Eight lanes a row, also where their chunks are then shorter than 16 bytes: four would need twice the registers for k and q.
-  using L = step::Lanes<std::conditional_t<step::Lanes<ST, K>::kLanes == 8, ST, float>, K>;
+  using L = step::Lanes<std::conditional_t<step::Lanes<ST, K>::kLanes == kLanes, ST, float>, K>;
+  constexpr int kEach = L::kEach;
   using Key = step::RawRun<T, L::kVec>;
-  constexpr int WARPS = kTokenWarps<V>, kLanes = L::kLanes, kGroups = L::kGroups, kEach = L::kEach, ROWS = kLanes, kWarpRows = kTokenRows;
-  static_assert(kGroups * ROWS == kWarpRows, "a row's output belongs to one lane");
   __shared__ TokenShared<T, K, V> shared;
   using Rows = StateRows<ST, kWarpRows, K>;
   using Convolution = TokenConvolution<T, K, V>;
@@ -118,7 +118,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
     return;
   }
 
-  // Load the entries: the lanes of a row the key of one, a lane the updates of kPerLane of them in its rows.
+  // Load the entries: eight lanes the key of one, a lane the updates of kPerLane of them in its rows.
   convolution.load_window(ring, in_slot);
   __syncwarp();    // the span is used first here: entries are not requested before this
   const uint32_t entry = warp * kGroups + group;
@@ -179,7 +179,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
     float dots[2] = {step::dot(q, q), step::dot(k, q)};
 #pragma unroll
     for (int d = kLanes / 2; d > 0; d /= 2) kk.add_lane(d);
-    step::row_sums<kLanes>(dots);
+    step::row_sums(dots);
     if (lane == 0) {
       shared.k_scale = c.l2norm ? inverse_root(kk, c.l2_eps) : Factor{1.f, 0.f};
       shared.q_scale = c.l2norm ? rsqrtf(dots[0] + c.l2_eps) * c.scale : c.scale;
@@ -204,7 +204,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
 #pragma unroll
     for (int i = 0; i < kEach; ++i) key[i] = raw_key[i / L::kVec].at(i % L::kVec);
     float dots[2] = {step::dot(key, k), step::dot(key, q)};
-    step::row_sums<kLanes>(dots);
+    step::row_sums(dots);
     if (part == 0) shared.products[entry] = entry < ring.length ? float2{dots[0], dots[1]} : float2{0.f, 0.f};
     if (ring.flush) {
 #pragma unroll
@@ -239,7 +239,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
         sums[2 * r + 1] = fmaf(update[x][r], factors[x].y, sums[2 * r + 1]);
       }
     }
-    const float2 product = scatter_sums<kLanes>(sums, part);
+    const float2 product = scatter_sums(sums, part);
     const Factor k_scale = shared.k_scale;
     const float e = k_scale.times(shared.beta * (shared.v[out_row] - k_scale.times(product.x)));
     const uint32_t row = ring.row(ring.length);

@@ -99,7 +99,7 @@ __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &
 // The factors of k and q of all tokens by `warps` warps, four rows at a time, eight lanes a row.
 template <typename T, int MAX, int K, typename S>
 __device__ __forceinline__ void norms_of_tokens(S &shared, const gdn_common &p, int warp, int warps, int lane) {
-  constexpr int kLanes = 8, kGroups = 4, kRuns = (K / 8 + kLanes - 1) / kLanes;
+  constexpr int kRuns = (K / 8 + kLanes - 1) / kLanes;
   const int part = lane % kLanes;
   for (int job = warp; job < MAX / 2; job += warps) {
     const bool is_q = job % 2;
