@@ -322,7 +322,7 @@ typedef struct gdn_ring {
 // gated norm. The convolution's output is rounded to io_dtype, as by gdn_conv. Its window is a ring too: the input of a token
 // is in the row of the token's entry, and the last three inputs before an empty ring are in the rows before its head.
 //
-// K = V = 128, up to GDN_RING_STEP_TOKENS tokens, max_entries of 3 or more. The state is updated in place (state_in equals
+// K = V = 128 or K 96 and V 192, up to GDN_RING_STEP_TOKENS tokens, max_entries of 3 or more. The state is updated in place (state_in equals
 // state_out). Strides are below 2^32; rows of x and z, states, keys and updates are aligned to 16 bytes. With cu_seqlens a
 // sequence has at most max_tokens_per_seq tokens.
 #define GDN_RING_STEP_TOKENS 16
@@ -344,7 +344,7 @@ typedef struct gdn_ring_step_params {
 int gdn_ring_step(const gdn_ring_step_params *params, cudaStream_t stream);
 
 // Flushes rings into states: state_out = the state of (state_in, ring). An empty ring copies the state if it moves. Writes no
-// span (gdn_ring_advance with `flushed` does). K = V = 128, alignments and strides as for gdn_ring_step; gates, tokens, l2norm
+// span (gdn_ring_advance with `flushed` does). Head sizes, alignments and strides as for gdn_ring_step; gates, tokens, l2norm
 // and scales are not read.
 typedef struct gdn_ring_flush_params {
   gdn_common common;       // state_out may be another pool

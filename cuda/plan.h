@@ -33,7 +33,7 @@ inline bool short_offsets(const gdn_common &p) {
 
 // ---- gdn_rule ----
 
-// Head sizes of gdn_step, and of GDN_DECODE for several tokens.
+// Head sizes of gdn_step and of the ring, and of GDN_DECODE for several tokens.
 inline bool step_dims(int32_t k, int32_t v) { return (k == 128 && v == 128) || (k == 96 && v == 192); }
 
 // Head sizes of GDN_DECODE for one token. All its blocks have 4, 8, 16 or 32 value rows.
@@ -222,7 +222,7 @@ inline Step step(const gdn_step_params &p, const Device &d) {
 
 // Sizes and alignments of its kernels.
 inline bool ring_supports(const gdn_common &p, const gdn_ring &ring) {
-  return p.head_k == 128 && p.head_v == 128 && aligned_state(p, 16 / dtype_size(p.state_dtype)) && aligned(ring.keys, 16) &&
+  return step_dims(p.head_k, p.head_v) && aligned_state(p, 16 / dtype_size(p.state_dtype)) && aligned(ring.keys, 16) &&
          aligned(ring.updates, 16) && ring.keys_stride % (16 / dtype_size(p.io_dtype)) == 0 && ring.updates_stride % 4 == 0;
 }
 

@@ -26,8 +26,8 @@ template <typename T> struct Inputs {
 };
 
 // Several tokens: the channels of a value head (k, q and v) over the threads of a block, one channel a thread and pass.
-template <typename T, int MAX, int THREADS> struct Convolution {
-  static constexpr int kPasses = (3 * kDim + THREADS - 1) / THREADS;
+template <typename T, int MAX, int THREADS, int K, int V> struct Convolution {
+  static constexpr int kChannels = 2 * K + V, kPasses = (kChannels + THREADS - 1) / THREADS;
   const gdn_ring_step_params &p;
   const Sizes &sizes;
   const Tokens tokens;
@@ -40,14 +40,15 @@ template <typename T, int MAX, int THREADS> struct Convolution {
       : p(p), sizes(sizes), tokens(tokens), head(head), key_head(key_head) {}
 
   static __device__ __forceinline__ int unit(int pass) { return static_cast<int>(threadIdx.x) + pass * THREADS; }
-  static __device__ __forceinline__ bool active(int pass) { return kPasses * THREADS == 3 * kDim || unit(pass) < 3 * kDim; }
+  static __device__ __forceinline__ bool active(int pass) { return kPasses * THREADS == kChannels || unit(pass) < kChannels; }
   // 0: k, 1: q, 2: v.
-  static __device__ __forceinline__ int kind(int pass) { return unit(pass) / kDim; }
+  static __device__ __forceinline__ int kind(int pass) { return K == V ? unit(pass) / K : min(unit(pass) / K, 2); }
+  static __device__ __forceinline__ int element(int pass) { return K == V ? unit(pass) % K : unit(pass) - K * kind(pass); }
 
   __device__ __forceinline__ uint32_t channel(int pass) const {
     const uint32_t key_heads = p.common.num_k_heads;
-    const uint32_t first = kind(pass) == 1 ? key_head : kind(pass) == 0 ? key_heads + key_head : 2 * key_heads + head;
-    return first * kDim + unit(pass) % kDim;
+    const uint32_t first = kind(pass) == 1 ? key_head : kind(pass) == 0 ? key_heads + key_head : 2 * key_heads + head * (V / K);
+    return first * K + element(pass);
   }
 
   __device__ __forceinline__ void load_weights() {
@@ -81,11 +82,11 @@ template <typename T, int MAX, int THREADS> struct Convolution {
     }
   }
 
-  // Rounded to T, as gdn_conv stores it.
-  template <typename S> __device__ __forceinline__ void run(S &shared, const Entries &ring) const {
+  // Rounded to T, as gdn_conv stores it; of q and k, of v, or of all.
+  template <bool KEYS, bool VALUES, typename S> __device__ __forceinline__ void run(S &shared, const Entries &ring) const {
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if (!active(pass)) continue;
+      if (!active(pass) || !(kind(pass) == 2 ? VALUES : KEYS)) continue;
       float x[kWidth], taps[kWidth];
 #pragma unroll
       for (int i = 0; i < kWidth; ++i) taps[i] = raw_to_float(weight[pass][i], p.layer.conv_dtype);
@@ -100,8 +101,7 @@ template <typename T, int MAX, int THREADS> struct Convolution {
         for (int i = 0; i < kWidth; ++i) sum = fmaf(taps[i], x[i], sum);
 #pragma unroll
         for (int i = 0; i < kWidth - 1; ++i) x[i] = x[i + 1];
-        const int d = unit(pass) % kDim;
-        (kind(pass) == 2 ? shared.v[t] : shared.tokens[2 * t + kind(pass)])[d] = from_float<T>(fast_silu(sum));
+        (kind(pass) == 2 ? shared.v(t) : shared.tokens[2 * t + kind(pass)])[element(pass)] = from_float<T>(fast_silu(sum));
       }
     }
   }
@@ -124,8 +124,9 @@ template <typename T, int MAX, int THREADS> struct Convolution {
   }
 };
 
-// One token: channels of q, k and v by warps 0, 1 and 2, four of them a lane.
-template <typename T> struct TokenConvolution {
+// One token: channels of q by warp 0, of k by warp 1, of v by the warps after them, four of them a lane.
+template <typename T, int K, int V> struct TokenConvolution {
+  static constexpr int kWarps = 2 + (V + 127) / 128;
   const gdn_ring_step_params &p;
   const Sizes &sizes;
   const uint32_t n;
@@ -137,10 +138,11 @@ template <typename T> struct TokenConvolution {
 
   __device__ __forceinline__ TokenConvolution(const gdn_ring_step_params &p, const Sizes &sizes, uint32_t n, uint32_t head,
                                               uint32_t key_head, int warp, int lane)
-      : p(p), sizes(sizes), n(n), kind(warp), first(4 * lane), active(warp < 3),
+      : p(p), sizes(sizes), n(n), kind(min(warp, 2)), first(4 * lane + 128 * (warp - kind)),
+        active(warp < kWarps && first < (kind == 2 ? V : K)),
         channel((warp == 0   ? key_head
                  : warp == 1 ? p.common.num_k_heads + key_head
-                             : 2 * p.common.num_k_heads + head) * kDim + first) {}
+                             : 2 * p.common.num_k_heads + head * (V / K)) * K + first) {}
 
   __device__ __forceinline__ void load_weights() {
     if (active) taps.load(p.layer.conv_weight, static_cast<int>(channel), p.layer.conv_dtype);

@@ -8,8 +8,6 @@
 namespace gdn {
 namespace ring {
 
-using step::kDim;
-using step::kEach;
 using step::kGroups;
 using step::kLanes;
 using step::Sizes;
@@ -64,13 +62,13 @@ struct Entries {
   }
 };
 
-template <typename T> __device__ __forceinline__ T *keys_of(const gdn_ring &r, uint32_t slot, uint32_t key_head) {
+template <typename T, int K> __device__ __forceinline__ T *keys_of(const gdn_ring &r, uint32_t slot, uint32_t key_head) {
   return static_cast<T *>(r.keys) + (static_cast<uint64_t>(slot) * static_cast<uint32_t>(r.keys_stride) +
-                                     static_cast<uint64_t>(key_head) * static_cast<uint32_t>(r.capacity) * kDim);
+                                     static_cast<uint64_t>(key_head) * static_cast<uint32_t>(r.capacity) * K);
 }
-__device__ __forceinline__ float *updates_of(const gdn_ring &r, uint32_t slot, uint32_t head) {
+template <int V> __device__ __forceinline__ float *updates_of(const gdn_ring &r, uint32_t slot, uint32_t head) {
   return r.updates + (static_cast<uint64_t>(slot) * static_cast<uint32_t>(r.updates_stride) +
-                      static_cast<uint64_t>(head) * static_cast<uint32_t>(r.capacity) * kDim);
+                      static_cast<uint64_t>(head) * static_cast<uint32_t>(r.capacity) * V);
 }
 __device__ __forceinline__ float *decays_of(const gdn_ring &r, uint32_t slot, uint32_t head) {
   return r.decays + (static_cast<uint64_t>(slot) * static_cast<uint32_t>(r.decays_stride) +

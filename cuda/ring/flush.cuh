@@ -1,4 +1,4 @@
-// The flush of a ring into a state on tensor cores: the update of 16 rows by 128 columns is a product over the entries, of
+// The flush of a ring into a state on tensor cores: the update of 16 rows by K columns is a product over the entries, of
 // which a ring has as many as one product sums.
 //
 // A lane must end with the columns that it has of the state, eight in a row, where the product's layout gives it two of
@@ -10,10 +10,10 @@
 namespace gdn {
 namespace ring {
 
-// The keys' terms, entry by entry. Rows are 16 bytes more than a multiple of 128 apart, for ldmatrix.
-template <typename T> struct FlushKeys {
+// The keys' terms, entry by entry. Rows are an odd multiple of 16 bytes apart, for ldmatrix.
+template <typename T, int K> struct FlushKeys {
   static constexpr int kTerms = Fragment<T>::kTerms;
-  alignas(16) uint32_t terms[kTerms][kEntries][kDim / 2 + 4];
+  alignas(16) uint32_t terms[kTerms][kEntries][K / 2 + 4];
 
   // Stores columns `column` and the next of entry j: x and y. All kEntries must be stored, with zeros after the last.
   __device__ __forceinline__ void put(int j, int column, float x, float y) {
@@ -26,8 +26,8 @@ template <typename T> struct FlushKeys {
   // Stores all entries, by all threads, from rows of T: key(j) is where that of entry j begins. The caller has a barrier before
   // and after it.
   template <typename Key> __device__ __forceinline__ void fill(const Key &key, int length, int thread, int threads) {
-    for (int i = thread; i < kEntries * kDim / 8; i += threads) {
-      const int j = i / (kDim / 8), run = i % (kDim / 8), m = run / 4, c = run % 4;
+    for (int i = thread; i < kEntries * K / 8; i += threads) {
+      const int j = i / (K / 8), run = i % (K / 8), m = run / 4, c = run % 4;
       uint32_t w[kTerms][4] = {};
       if (j < length) {
         Fragment<T> fragment;
@@ -64,9 +64,9 @@ template <int TERMS> struct FlushUpdates {
 
 // s[half][..] += updates times keys, for this lane's fragment m in both rows. With a state of 16 bits, for which two terms are
 // enough, the products are added to s in the tensor core; for an f32 state its truncation errors would accumulate.
-template <typename T, int TERMS>
-__device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpdates<TERMS> &updates, const FlushKeys<T> &keys, int m,
-                                           int lane) {
+template <typename T, int K, int TERMS>
+__device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpdates<TERMS> &updates, const FlushKeys<T, K> &keys, int m,
+                                               int lane) {
 #pragma unroll
   for (int pair = 0; pair < 4; pair += 2) {
     float acc[2][4] = {}, rest[2][4] = {};
@@ -77,7 +77,7 @@ __device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpda
         for (int i = 0; i < 4; ++i) acc[x][i] = s[i / 2][2 * (pair + x) + i % 2];
     }
 #pragma unroll
-    for (int j = 0; j < FlushKeys<T>::kTerms; ++j) {
+    for (int j = 0; j < FlushKeys<T, K>::kTerms; ++j) {
       uint32_t b[4];    // the columns of this product and of the next one
       ptx::load_matrices_trans(b, ptx::shared_address(&keys.terms[j][lane % 16][16 * m + 4 * (pair + lane / 16)]));
 #pragma unroll
@@ -101,13 +101,13 @@ __device__ __forceinline__ void flush_fragment(float (&s)[2][8], const FlushUpda
 }
 
 // Flushes the 16 rows that begin at `rows` and writes them to `out`.
-template <typename ST, typename T, int TERMS>
-__device__ __forceinline__ void flush_rows(const ST (*rows)[kDim], ST *out, float state_decay, const FlushKeys<T> &keys,
-                                          const FlushUpdates<TERMS> &updates, int lane) {
+template <typename ST, typename T, int K, int TERMS>
+__device__ __forceinline__ void flush_rows(const ST (*rows)[K], ST *out, float state_decay, const FlushKeys<T, K> &keys,
+                                           const FlushUpdates<TERMS> &updates, int lane) {
   using F = Fragment<ST>;
   const int row = lane / 4, c = lane % 4;
 #pragma unroll
-  for (int m = 0; m < kFragments; ++m) {
+  for (int m = 0; m < kFragments<K>; ++m) {
     float s[2][8];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -119,7 +119,7 @@ __device__ __forceinline__ void flush_rows(const ST (*rows)[kDim], ST *out, floa
     }
     flush_fragment(s, updates, keys, m, lane);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) F::store(out + (row + 8 * half) * kDim + 8 * c + m * kFragmentStep, s[half]);
+    for (int half = 0; half < 2; ++half) F::store(out + (row + 8 * half) * K + 8 * c + m * kFragmentStep, s[half]);
   }
 }
 

@@ -1,4 +1,4 @@
-// Operands of m16n8k16 products in fragments of eight elements. Lane l of a warp holds, of row (or column) l / 4 of 128 elements,
+// Operands of m16n8k16 products in fragments of eight elements. Lane l of a warp holds, of row (or column) l / 4 of K elements,
 // the fragments that begin at 8 (l % 4) + 32 m. Which elements a product calls its k-th does not matter as long as both operands
 // agree: so every lane loads runs of 16 bytes, without shuffles.
 //
@@ -13,7 +13,8 @@
 namespace gdn {
 namespace ring {
 
-constexpr int kFragments = 4, kFragmentStep = 32;
+constexpr int kFragmentStep = 32;
+template <int K> constexpr int kFragments = K / kFragmentStep;
 
 // The bf16 terms of two floats, a word of both each. Each term has the leading bits of what remains.
 template <int TERMS> __device__ __forceinline__ void split(float x, float y, uint32_t (&w)[TERMS]) {
@@ -99,8 +100,9 @@ __device__ __forceinline__ void multiply(float (&acc)[4], float (&rest)[4], cons
     }
 }
 
-// Rows of 128 elements in shared memory, so far apart that the lanes of a fragment's load meet no bank twice.
-template <typename E> constexpr int kRowStride = kDim + (sizeof(E) == 4 ? 4 : 32);
+// Rows of K elements in shared memory, so far apart that the lanes of a fragment's load meet no bank twice: by 16 bytes more than a
+// multiple of 128 in f32, by 64 more in 16 bits.
+template <typename E, int K> constexpr int kRowStride = K + (sizeof(E) == 4 ? 4 : K % 64 == 0 ? 32 : 0);
 
 }  // namespace ring
 }  // namespace gdn

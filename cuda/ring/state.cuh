@@ -22,9 +22,9 @@ __device__ __forceinline__ void copy_run(void *target, const void *source, uint3
 #endif
 }
 
-template <typename ST, int ROWS> struct StateRows {
-  static constexpr uint32_t kBytes = ROWS * kDim * sizeof(ST);
-  using Memory = ST[ROWS][kDim];    // aligned to 16 bytes
+template <typename ST, int ROWS, int K> struct StateRows {
+  static constexpr uint32_t kBytes = ROWS * K * sizeof(ST);
+  using Memory = ST[ROWS][K];    // aligned to 16 bytes
   Memory &rows;
   const uint32_t barrier;
 

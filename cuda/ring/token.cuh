@@ -1,4 +1,4 @@
-// The step of one token a sequence. A block of four warps has a head; eight lanes have eight of its rows. What all rows need of
+// The step of one token a sequence. A block has a head, a warp 32 of its rows; eight lanes have eight of them. What all rows need of
 // the ring, k_j . k and k_j . q of its entries, is computed once a block, an entry by eight lanes, while the state is under way; and
 // what is one number a head (gates, norms, products of decays) by one warp each. The updates of the ring are added to the sums of
 // S k and S q lane by lane, before their reduction, which therefore costs no more than without a ring.
@@ -26,34 +26,49 @@ __device__ __forceinline__ float2 scatter_sums(float (&x)[16], int part) {
   return {x[0], x[1]};
 }
 
-constexpr int kTokenWarps = 4;    // a block
-constexpr int kTokenRows = kDim / (kTokenWarps * kGroups);    // of eight lanes, and kLanes: the norm is over all rows of a head
-static_assert(kTokenRows == kLanes, "a row's output belongs to one lane");
+// Chunk j of a row of the state in shared memory, in floats.
+template <typename L, typename ST> __device__ __forceinline__ void load_run(const ST *row, int part, int j, float *x) {
+  if constexpr (L::kVec * sizeof(ST) == 16) {
+    step::Lanes<ST>::unpack(L::load(row, part, j), x);
+  } else {
+    step::RawRun<ST, L::kVec> run;
+    run.load(row + L::column(part, j));
+#pragma unroll
+    for (int i = 0; i < L::kVec; ++i) x[i] = run.at(i);
+  }
+}
 
-// Blocks that a multiprocessor must have registers for: with f32 states it has shared memory for three.
-template <typename ST> constexpr int kTokenBlocks = sizeof(ST) == 4 ? 3 : 4;
+constexpr int kTokenRows = 8;    // of eight lanes, and kLanes: a row's output belongs to one lane
+static_assert(kTokenRows == kLanes);
+template <int V> constexpr int kTokenWarps = V / (kGroups * kTokenRows);    // a block: the norm is over all rows of a head
+
+// Blocks that a multiprocessor must have registers for: with f32 states it has shared memory for three of 128 rows, for two of 192.
+template <typename ST, int V> constexpr int kTokenBlocks = (sizeof(ST) == 4 ? 3 : 4) - (V > 128);
 
 // What the warps of a block share.
-template <typename T> struct TokenShared {
+template <typename T, int K, int V> struct TokenShared {
   float2 products[kEntries];    // of an entry's key with k and q
   DecayProducts decays[kEntries];    // .entry of each; .state is the same in all
   float log_step, step, beta, q_scale, kq;
   Factor k_scale;
-  FlushKeys<T> flush;    // written only for a flush
-  uint64_t arrived[kTokenWarps];    // the state, a warp's rows
-  alignas(16) float q[kDim], k[kDim], v[kDim];
-  float squares[kTokenWarps];    // sums over the rows of a warp
+  FlushKeys<T, K> flush;    // written only for a flush
+  uint64_t arrived[kTokenWarps<V>];    // the state, a warp's rows
+  alignas(16) float q[K], k[K], v[V];
+  float squares[kTokenWarps<V>];    // sums over the rows of a warp
 };
 
 // One function: loads are under way from its first lines to its last, in registers that its parts could not pass on.
-template <typename T, typename ST>
-__global__ void __launch_bounds__(32 * kTokenWarps, (kTokenBlocks<ST>))
+template <typename T, typename ST, int K, int V>
+__global__ void __launch_bounds__(32 * kTokenWarps<V>, (kTokenBlocks<ST, V>))
 token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
-  constexpr int ROWS = kTokenRows, kWarpRows = kGroups * ROWS;
-  using L = step::Lanes<ST>;
+  constexpr int WARPS = kTokenWarps<V>, ROWS = kTokenRows, kWarpRows = kGroups * ROWS;
+  // Eight lanes a row, also where their chunks are then shorter than 16 bytes: four would need twice the registers for k and q.
+  using L = step::Lanes<std::conditional_t<step::Lanes<ST, K>::kLanes == kLanes, ST, float>, K>;
+  constexpr int kEach = L::kEach;
   using Key = step::RawRun<T, L::kVec>;
-  __shared__ TokenShared<T> shared;
-  using Rows = StateRows<ST, kWarpRows>;
+  __shared__ TokenShared<T, K, V> shared;
+  using Rows = StateRows<ST, kWarpRows, K>;
+  using Convolution = TokenConvolution<T, K, V>;
   extern __shared__ __align__(128) unsigned char state_rows[];    // the copy engine writes fastest at this alignment
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, part = lane % kLanes, group = lane / kLanes;
   const uint32_t head = blockIdx.y, n = blockIdx.z, key_head = sizes.key_head(head);
@@ -61,7 +76,7 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
   const uint32_t warp_row0 = warp * kWarpRows, row0 = warp_row0 + group * ROWS;
   const uint32_t out_row = row0 + part;    // this lane writes the output and the update of this row
   // Which warp does what; those before the gates' run the convolution.
-  constexpr int kGates = 3, kDecays = 3, kNorms = 2, kStoresKey = 1;
+  constexpr int kGates = Convolution::kWarps, kDecays = WARPS - 1, kNorms = 2, kStoresKey = 1;
 
   // Slots and spans.
   const gdn_common &c = p.common;
@@ -72,14 +87,14 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
     if (tokens) (static_cast<T *>(const_cast<void *>(p.layer.out.ptr)) + row_index(p.layer.out, n, 0, head))[out_row] = from_float<T>(0.f);
     return;
   }
-  const uint32_t span = p.ring.spans[in_slot], within = (head * kDim + warp_row0) * kDim;
+  const uint32_t span = p.ring.spans[in_slot], within = (head * V + warp_row0) * K;
   __syncwarp();    // later loads stay after this
 
   // Load the weights, then the inputs, unless these come from a kernel that may still run.
   uint32_t raw_a = 0, raw_b = 0;
   float a_log = 0.f, dt_bias = 0.f;
   T raw_z = {};
-  TokenConvolution<T> convolution(p, sizes, n, head, key_head, warp, lane);
+  Convolution convolution(p, sizes, n, head, key_head, warp, lane);
   const auto load_inputs = [&] {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
@@ -107,24 +122,25 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
   convolution.load_window(ring, in_slot);
   __syncwarp();    // the span is used first here: entries are not requested before this
   const uint32_t entry = warp * kGroups + group;
-  static_assert(kTokenWarps * kGroups == kEntries);
+  static_assert(WARPS * kGroups >= kEntries);
+  const bool has_entry = WARPS * kGroups == kEntries || warp * kGroups < kEntries;    // this warp
   constexpr int kPerLane = kEntries / kLanes, kRun = 4;
   Key raw_key[L::kChunks] = {};
   if (entry < ring.length) {
-    const T *key = keys_of<T>(p.ring, in_slot, key_head) + ring.row(entry) * kDim;
+    const T *key = keys_of<T, K>(p.ring, in_slot, key_head) + ring.row(entry) * K;
 #pragma unroll
     for (int i = 0; i < L::kChunks; ++i) raw_key[i].load(key + L::column(part, i));
   }
   float decay = 0.f;
   using Run = Pack<float, kRun>;
   Run raw_update[kPerLane][ROWS / kRun] = {};
-  const float *updates = updates_of(p.ring, in_slot, head);
+  const float *updates = updates_of<V>(p.ring, in_slot, head);
 #pragma unroll
   for (int x = 0; x < kPerLane; ++x) {
     const uint32_t j = part + x * kLanes;
     if (j < ring.length) {
 #pragma unroll
-      for (int r = 0; r < ROWS / kRun; ++r) raw_update[x][r] = reinterpret_cast<const Run *>(updates + ring.row(j) * kDim + row0)[r];
+      for (int r = 0; r < ROWS / kRun; ++r) raw_update[x][r] = reinterpret_cast<const Run *>(updates + ring.row(j) * V + row0)[r];
     }
   }
   if (warp == kDecays && lane < ring.length) decay = decays_of(p.ring, in_slot, head)[ring.row(lane)];
@@ -177,13 +193,13 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
   for (int r = 0; r < ROWS; ++r) {
     float s[kEach];
 #pragma unroll
-    for (int i = 0; i < L::kChunks; ++i) L::unpack(L::load(state.rows[group * ROWS + r], part, i), &s[i * L::kVec]);
+    for (int i = 0; i < L::kChunks; ++i) load_run<L>(state.rows[group * ROWS + r], part, i, &s[i * L::kVec]);
     sums[2 * r] = step::dot(s, k), sums[2 * r + 1] = step::dot(s, q);
     compute_now(sums[2 * r]), compute_now(sums[2 * r + 1]);    // or they would be computed after the barrier
   }
 
   // Products of the ring's keys with k and q.
-  {
+  if (has_entry) {
     float key[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) key[i] = raw_key[i / L::kVec].at(i % L::kVec);
@@ -232,24 +248,24 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
 #pragma unroll
     for (int d = 16; d > 0; d /= 2) square += __shfl_xor_sync(0xffffffffu, square, d);
     if (lane == 0) shared.squares[warp] = square;
-    updates_of(p.ring, out_slot, head)[row * kDim + out_row] = e;
+    updates_of<V>(p.ring, out_slot, head)[row * V + out_row] = e;
     if (threadIdx.x == 0) decays_of(p.ring, out_slot, head)[row] = shared.log_step;
   }
 
   // Append to the ring; norm and store.
   convolution.append(ring, out_slot, moved, stores_key);
   if (ring.count) {
-    if (warp == kStoresKey && stores_key) {
+    if (warp == kStoresKey && stores_key && 4 * lane < K) {
       const float4 x = *reinterpret_cast<const float4 *>(&shared.k[4 * lane]);
-      store_pack<T, 4>(keys_of<T>(p.ring, out_slot, key_head) + ring.row(ring.length) * kDim + 4 * lane, {x.x, x.y, x.z, x.w});
+      store_pack<T, 4>(keys_of<T, K>(p.ring, out_slot, key_head) + ring.row(ring.length) * K + 4 * lane, {x.x, x.y, x.z, x.w});
     }
     const float gate = to_float(raw_z);
     const float factor = raw_to_float(raw_weight, p.layer.norm_dtype) * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
     __syncthreads();
     float sum = 0.f;
 #pragma unroll
-    for (int w = 0; w < kTokenWarps; ++w) sum += shared.squares[w];
-    const float scale = rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps);
+    for (int w = 0; w < WARPS; ++w) sum += shared.squares[w];
+    const float scale = rsqrtf(sum * (1.f / V) + p.layer.norm_eps);
     (static_cast<T *>(const_cast<void *>(p.layer.out.ptr)) + row_index(p.layer.out, n, 0, head))[out_row] = from_float<T>(o * scale * factor);
   }
 
@@ -260,9 +276,9 @@ token_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_consta
   for (int tile = 0; tile < kWarpRows; tile += 16) {
     const FlushUpdates<sizeof(ST) == 4 ? 3 : 2> decayed([&](int x, int half) {
       const int j = entry_of(x, lane % 4), row = warp_row0 + tile + lane / 4 + 8 * half;
-      return j < static_cast<int>(ring.length) ? shared.decays[j].entry * updates[ring.row(j) * kDim + row] : 0.f;
+      return j < static_cast<int>(ring.length) ? shared.decays[j].entry * updates[ring.row(j) * V + row] : 0.f;
     });
-    flush_rows<ST, T>(state.rows + tile, out + tile * kDim, shared.decays[0].state, shared.flush, decayed, lane);
+    flush_rows(state.rows + tile, out + tile * K, shared.decays[0].state, shared.flush, decayed, lane);
   }
 }
 

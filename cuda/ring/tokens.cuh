@@ -10,13 +10,13 @@ namespace gdn {
 namespace ring {
 
 // One function: the state's products, the updates and the flush share registers.
-template <typename T, typename ST, int MAX>
-__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX>, (kTokensBlocks<T, kTokensWarps<ST, MAX>>))
+template <typename T, typename ST, int MAX, int K, int V>
+__global__ void __launch_bounds__(32 * kTokensWarps<ST, MAX, V>, (kTokensBlocks<T, ST, MAX, V>))
 tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_constant__ Sizes sizes) {
-  using S = TokensShared<T, ST, MAX>;
-  constexpr int WARPS = S::kWarps, TILES = kTiles<ST, MAX>, kThreads = 32 * WARPS, kTokens = MAX / 4, kWarpRows = 16 * TILES;
+  using S = TokensShared<T, ST, MAX, K, V>;
+  constexpr int WARPS = S::kWarps, TILES = kTiles<ST, MAX, V>, kThreads = 32 * WARPS, kTokens = MAX / 4, kWarpRows = 16 * TILES;
   using F = Fragment<ST>;
-  using K = Fragment<T>;
+  using KeyFragment = Fragment<T>;
   extern __shared__ __align__(128) unsigned char tokens_shared[];
   S &shared = *reinterpret_cast<S *>(tokens_shared);
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32, row = lane / 4, c = lane % 4;
@@ -32,27 +32,27 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   const Tokens tokens(common.seqs, n);
   if (in_slot >= step::num_slots_of(common.in_slots) || out_slot >= step::num_slots_of(common.out_slots)) {    // padding
     ptx::grid_dependency_wait();
-    for (uint32_t i = thread; i < tokens.count * kDim; i += kThreads)
-      tokens.out_row<T>(p.layer.out, i / kDim, head)[i % kDim] = from_float<T>(0.f);
+    for (uint32_t i = thread; i < tokens.count * V; i += kThreads)
+      tokens.out_row<T>(p.layer.out, i / V, head)[i % V] = from_float<T>(0.f);
     return;
   }
   const uint32_t span = p.ring.spans[in_slot];
-  const uint32_t warp_row0 = kWarpRows * warp, within = (head * kDim + warp_row0) * kDim;
+  const uint32_t warp_row0 = kWarpRows * warp, within = (head * V + warp_row0) * K;
   __syncwarp();    // later loads stay after this
 
   // Load the weights, then the inputs, unless these come from a kernel that may still run.
-  constexpr uint32_t kRowBytes = kDim * sizeof(T), kUpdateBytes = kDim * sizeof(float);
+  constexpr uint32_t kKeyBytes = K * sizeof(T), kValueBytes = V * sizeof(T), kUpdateBytes = V * sizeof(float);
   float a = 0.f, b = 0.f, decay = 0.f, a_log = 0.f, dt_bias = 0.f;
   if (warp == kGates) a_log = common.a_log[head], dt_bias = static_cast<const float *>(common.dt_bias)[head];
   float weight[TILES][2];    // of the norm, for this lane's rows
-  Convolution<T, MAX, kThreads> convolution(p, sizes, tokens, head, key_head);
+  Convolution<T, MAX, kThreads, K, V> convolution(p, sizes, tokens, head, key_head);
   const auto load_inputs = [&] {
     ptx::grid_dependency_wait();
     ptx::grid_dependency_launch();
     convolution.load_inputs();
     if (!S::kLean && warp == kCopyTokens) {
-      token_rows.expect(tokens.count * kRowBytes);
-      if (lane < static_cast<int>(tokens.count)) token_rows.copy<kRowBytes>(shared.z[lane], tokens.row<T>(p.layer.z, lane, head));
+      token_rows.expect(tokens.count * kValueBytes);
+      if (lane < static_cast<int>(tokens.count)) token_rows.copy<kValueBytes>(shared.z[lane], tokens.row<T>(p.layer.z, lane, head));
     }
     if (warp == kGates && lane < static_cast<int>(tokens.count)) {
       a = load_any(common.a.ptr, tokens.index(common.a, lane, head), common.gate_dtype);
@@ -78,16 +78,16 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   // Load the entries.
   const int length = static_cast<int>(ring.length), count = static_cast<int>(ring.count);
   convolution.load_window(ring, in_slot);
-  const T *const keys = keys_of<T>(p.ring, in_slot, key_head);
-  const float *const old_updates = updates_of(p.ring, in_slot, head);
+  const T *const keys = keys_of<T, K>(p.ring, in_slot, key_head);
+  const float *const old_updates = updates_of<V>(p.ring, in_slot, head);
   if (!S::kLean && warp == kCopyEntries) {
-    entry_rows.expect(ring.length * (kRowBytes + kUpdateBytes));
+    entry_rows.expect(ring.length * (kKeyBytes + kUpdateBytes));
     const int run = min(length, static_cast<int>(ring.capacity - ring.head));    // up to the last row
-    copy_run(shared.keys[0], keys + ring.head * kDim, run * kRowBytes, entry_rows.barrier);
-    if (run < length) copy_run(shared.keys[run], keys, (length - run) * kRowBytes, entry_rows.barrier);
-    if (lane < length) entry_rows.copy<kUpdateBytes>(shared.updates[lane], old_updates + ring.row(lane) * kDim);
+    copy_run(shared.keys[0], keys + ring.head * K, run * kKeyBytes, entry_rows.barrier);
+    if (run < length) copy_run(shared.keys[run], keys, (length - run) * kKeyBytes, entry_rows.barrier);
+    if (lane < length) entry_rows.copy<kUpdateBytes>(shared.updates[lane], old_updates + ring.row(lane) * V);
   }
-  const auto entry_key = [&](int j) -> const T * { return S::kLean ? keys + ring.row(j) * kDim : shared.keys[j]; };
+  const auto entry_key = [&](int j) -> const T * { return S::kLean ? keys + ring.row(j) * K : shared.keys[j]; };
   if (warp == kDecays && lane < length) decay = decays_of(p.ring, in_slot, head)[ring.row(lane)];
 
   // Load the state, after the entries, which are waited for first.
@@ -97,7 +97,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   __syncwarp();
 
   // Convolution.
-  convolution.run(shared, ring);
+  convolution.template run<true, !S::kLateValues>(shared, ring);
   convolution.append(ring, out_slot, moved);
 #if __CUDA_ARCH__ < 900
   ptx::copy_async_commit();    // of z, where it came after the state
@@ -110,7 +110,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   if (warp == 0) {
     if (!S::kLean) entry_rows.wait();
     float acc[kTokens][4] = {};
-    key_products<T, MAX>(acc, shared, [&](int j) { return entry_key(min(j, kEntries - 1)); }, lane);
+    key_products<T, MAX, K>(acc, shared, [&](int j) { return entry_key(min(j, kEntries - 1)); }, lane);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll
@@ -132,23 +132,23 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     }
     if (lane < count) decays_of(p.ring, out_slot, head)[ring.row(length + lane)] = log_step;
     __syncwarp();
-    products_of_tokens<T, MAX>(shared, count, lane);
+    products_of_tokens<T, MAX, K>(shared, count, lane);
   } else {
     if (warp == kDecays) {
       const DecayProducts products(decay, lane);
       if (lane < kEntries) shared.entry_decay[lane] = products.entry;
       if (lane == 0) shared.state_decay = products.state;
     }
-    norms_of_tokens<T, MAX>(shared, common, warp - 2, WARPS - 2, lane);
+    norms_of_tokens<T, MAX, K>(shared, common, warp - 2, WARPS - 2, lane);
   }
 
   // Append the keys, by the first value head of a key head.
   if (head == key_head * sizes.ratio) {
-    constexpr int kChunk = 16 / sizeof(T), kRowChunks = kDim / kChunk;
-    T *const new_keys = keys_of<T>(p.ring, out_slot, key_head);
+    constexpr int kChunk = 16 / sizeof(T), kRowChunks = K / kChunk;
+    T *const new_keys = keys_of<T, K>(p.ring, out_slot, key_head);
     for (int i = thread; i < count * kRowChunks; i += kThreads) {
       const int t = i / kRowChunks, column = i % kRowChunks * kChunk;
-      *reinterpret_cast<uint4 *>(new_keys + ring.row(length + t) * kDim + column) =
+      *reinterpret_cast<uint4 *>(new_keys + ring.row(length + t) * K + column) =
           *reinterpret_cast<const uint4 *>(&shared.tokens[2 * t][column]);
     }
   }
@@ -167,7 +167,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   const auto decayed_updates = [&](int tile) {
     return FlushUpdates<kTerms>([&](int e, int half) {
       const int j = entry_of(e, c), r = kWarpRows * warp + 16 * tile + row + 8 * half;
-      return j < length ? shared.entry_decay[j] * (S::kLean ? old_updates[ring.row(j) * kDim + r] : shared.updates[j][r]) : 0.f;
+      return j < length ? shared.entry_decay[j] * (S::kLean ? old_updates[ring.row(j) * V + r] : shared.updates[j][r]) : 0.f;
     });
   };
   if (!S::kLean) entry_rows.wait();
@@ -181,14 +181,14 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     const auto rows = &shared.state[warp][16 * tile + row];
     float acc[kTokens][4] = {}, rest[kTokens][4] = {};
 #pragma unroll
-    for (int m = 0; m < kFragments; ++m) {
+    for (int m = 0; m < kFragments<K>; ++m) {
       F fragment;
-      uint32_t low[F::kTerms][4], high[F::kTerms][4], token[K::kTerms][4];
+      uint32_t low[F::kTerms][4], high[F::kTerms][4], token[KeyFragment::kTerms][4];
       fragment.load(rows[0] + 8 * c + m * kFragmentStep), fragment.terms(low);
       fragment.load(rows[8] + 8 * c + m * kFragmentStep), fragment.terms(high);
 #pragma unroll
       for (int i = 0; i < kTokens; ++i) {
-        K key;
+        KeyFragment key;
         key.load(shared.tokens[8 * i + row] + 8 * c + m * kFragmentStep);
         key.terms(token);
         multiply(acc[i], rest[i], low, high, token);
@@ -200,7 +200,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
       float sum[4] = {};    // with an f32 state of the leading terms, which must be rounded and not truncated
 #pragma unroll
       for (int y = 0; y < 4; ++y)
-        acc[i][y] = state_decay * (F::kTerms * K::kTerms > 1 ? acc[i][y] + rest[i][y] : acc[i][y]);
+        acc[i][y] = state_decay * (F::kTerms * KeyFragment::kTerms > 1 ? acc[i][y] + rest[i][y] : acc[i][y]);
 #pragma unroll
       for (int u = 0; u < kTerms; ++u)
 #pragma unroll
@@ -217,14 +217,21 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     }
   }
 
+  // Values, where they were left in registers.
+  if constexpr (S::kLateValues) {
+    __syncthreads();    // the last use of tokens
+    convolution.template run<false, true>(shared, ring);
+    __syncthreads();
+  }
+
   // Updates and outputs.
   solve_updates<T, MAX, TILES>(x, shared, count, kWarpRows * warp + row, c);
-  float *const updates = updates_of(p.ring, out_slot, head) + warp_row0 + row;
+  float *const updates = updates_of<V>(p.ring, out_slot, head) + warp_row0 + row;
 #pragma unroll
   for (int i = 0; i < kTokens; ++i) {
     const int t = 4 * i + c;
     const float q_scale = shared.q_scale[t];
-    float *const entry = updates + ring.row(length + t) * kDim;
+    float *const entry = updates + ring.row(length + t) * V;
     float square = 0.f;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
@@ -248,7 +255,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; ++w) sum += shared.squares[w][t];
-    const float scale = rsqrtf(sum * (1.f / kDim) + p.layer.norm_eps);
+    const float scale = rsqrtf(sum * (1.f / V) + p.layer.norm_eps);
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile)
 #pragma unroll
@@ -257,7 +264,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
         float o = x[tile][half][i].y;
         const float gate = to_float(!S::kLean ? shared.z[t][r] : t < count ? tokens.row<T>(p.layer.z, t, head)[r] : T{});
         o *= scale * weight[tile][half] * (p.layer.sigmoid ? fast_sigmoid(gate) : fast_silu(gate));
-        shared.v[t][r] = from_float<T>(o);
+        shared.v(t)[r] = from_float<T>(o);
       }
   }
   __syncwarp();
@@ -266,18 +273,18 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     const int r = lane % kWarpRows;
     T *o = tokens.out_row<T>(p.layer.out, lane / kWarpRows, head) + warp_row0 + r;
     for (int t = lane / kWarpRows; t < count; t += kAtOnce, o += kAtOnce * static_cast<uint32_t>(p.layer.out.token_stride))
-      *o = shared.v[t][kWarpRows * warp + r];
+      *o = shared.v(t)[kWarpRows * warp + r];
   }
 
   // Flush.
   if (!ring.flush) return;
-  __syncthreads();    // the last use of tokens
+  __syncthreads();    // the last use of tokens and values
   shared.flush.fill(entry_key, length, thread, kThreads);
   __syncthreads();
   ST *out = const_cast<ST *>(step::state_at<ST>(common.state_out, common.out_slots, out_slot)) + within;
 #pragma unroll
   for (int tile = 0; tile < TILES; ++tile)
-    flush_rows<ST, T>(shared.state[warp] + 16 * tile, out + 16 * tile * kDim, state_decay, shared.flush, decayed_updates(tile), lane);
+    flush_rows(shared.state[warp] + 16 * tile, out + 16 * tile * K, state_decay, shared.flush, decayed_updates(tile), lane);
 }
 
 }  // namespace ring

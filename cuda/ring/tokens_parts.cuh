@@ -1,6 +1,7 @@
 // What a block of tokens_kernel shares, and the parts of it that work on shared memory alone.
 #pragma once
 
+#include "../common/checks.h"
 #include "conv.cuh"
 #include "flush.cuh"
 #include "state.cuh"
@@ -9,28 +10,35 @@ namespace gdn {
 namespace ring {
 
 // Tiles of 16 rows a warp, and warps of a block, which has a whole head: the norm is over it.
-template <typename ST, int MAX> constexpr int kTiles = sizeof(ST) == 2 && MAX < 16 ? 2 : 1;
-template <typename ST, int MAX> constexpr int kTokensWarps = 8 / kTiles<ST, MAX>;
+template <typename ST, int MAX, int V> constexpr int kTiles = V > 128 || (sizeof(ST) == 2 && MAX < 16) ? 2 : 1;
+template <typename ST, int MAX, int V> constexpr int kTokensWarps = V / 16 / kTiles<ST, MAX, V>;
 
-// Blocks that a multiprocessor must have registers for.
-template <typename T, int WARPS> constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / WARPS;
+// Blocks that a multiprocessor must have registers for, and of 192 rows in 16 bits one more, as it has shared memory for.
+template <typename T, typename ST, int MAX, int V>
+constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / kTokensWarps<ST, MAX, V> + (V > 128 && sizeof(T) == 2 && sizeof(ST) == 2 && MAX < 16);
+
+// What of a block's shared memory stays elsewhere: nothing; entries and z, in global memory; and v too, in registers until it takes the
+// place of the tokens.
+enum class Lean { kNone, kEntries, kValues };
 
 // Shared memory of a block for up to MAX tokens.
-template <typename T, typename ST, int MAX> struct TokensShared {
-  // In f32, where all of it would not fit in 99 KB, entries and z stay in global memory.
-  static constexpr bool kLean = sizeof(T) == 4 && sizeof(ST) == 4 && MAX > 4;
-  static constexpr int kWarps = kTokensWarps<ST, MAX>;
-  using State = StateRows<ST, 16 * kTiles<ST, MAX>>;
+template <typename T, typename ST, int MAX, int K, int V, Lean LEAN> struct TokensMemory {
+  static constexpr bool kLean = LEAN != Lean::kNone, kLateValues = LEAN == Lean::kValues;
+  static constexpr int kWarps = kTokensWarps<ST, MAX, V>;
+  using State = StateRows<ST, 16 * kTiles<ST, MAX, V>, K>;
   // With 16 tokens rows are closer and some bank is read twice: a step with an f32 state then fits in 99 KB.
-  static constexpr int kStride = MAX == 16 ? kDim + 16 / sizeof(T) : kRowStride<T>;
+  static constexpr int kStride = MAX == 16 && K % 64 == 0 ? K + 16 / sizeof(T) : kRowStride<T, K>;
   alignas(128) typename State::Memory state[kWarps];
   union {
-    alignas(16) T tokens[2 * MAX][kStride];    // k and q of token t in rows 2 t and 2 t + 1
-    FlushKeys<T> flush;                        // after the last use of tokens
+    struct {
+      alignas(16) T tokens[2 * MAX][kStride];    // k and q of token t in rows 2 t and 2 t + 1
+      alignas(16) T early_values[kLateValues ? 1 : MAX][V];
+    };
+    alignas(16) T late_values[kLateValues ? MAX : 1][V];
+    FlushKeys<T, K> flush;    // after the last use of tokens and values
   };
-  alignas(16) T keys[kLean ? 1 : kEntries][kDim];    // of the ring
-  alignas(16) float updates[kLean ? 1 : kEntries][kDim + 4];
-  alignas(16) T v[MAX][kDim];                  // and then o
+  alignas(16) T keys[kLean ? 1 : kEntries][K];    // of the ring
+  alignas(16) float updates[kLean ? 1 : kEntries][V + 4];
   // k_j . k and k_j . q of the ring's entries, in rows 2 t and 2 t + 1, so far apart that lanes meet few banks twice.
   alignas(16) float of_ring[2 * MAX][kEntries + (MAX == 16 ? 4 : 8)];
   float2 of_tokens[MAX][MAX + 1];              // the same of new tokens, times the decay between them; 0 where a token is not before
@@ -40,20 +48,33 @@ template <typename T, typename ST, int MAX> struct TokensShared {
   Factor k_scale[MAX];
   uint64_t arrived[kWarps];    // the state, a warp's rows
   uint64_t tokens_arrived, entries_arrived;
-  alignas(16) T z[kLean ? 1 : MAX][kDim];
+  alignas(16) T z[kLean ? 1 : MAX][V];
   float squares[kWarps][MAX];    // of a warp's rows of o, summed
+
+  // v of token t, and then o.
+  __device__ __forceinline__ T *v(int t) { return kLateValues ? late_values[t] : early_values[t]; }
+  __device__ __forceinline__ const T *v(int t) const { return kLateValues ? late_values[t] : early_values[t]; }
 };
+
+// The one that every card has room for.
+template <typename T, typename ST, int MAX, int K, int V, Lean LEAN>
+constexpr bool kTokensFit = sizeof(TokensMemory<T, ST, MAX, K, V, LEAN>) <= kLeastShared;
+template <typename T, typename ST, int MAX, int K, int V>
+using TokensShared = TokensMemory<T, ST, MAX, K, V,
+                                  kTokensFit<T, ST, MAX, K, V, Lean::kNone>      ? Lean::kNone
+                                  : kTokensFit<T, ST, MAX, K, V, Lean::kEntries> ? Lean::kEntries
+                                                                                 : Lean::kValues>;
 
 // Products of 16 rows, each where `row_of` says, with k and q of all tokens: this lane's are those of rows lane / 4 and lane / 4 + 8
 // with k and q of token 4 i + lane % 4.
-template <typename T, int MAX, typename S, typename R>
+template <typename T, int MAX, int K, typename S, typename R>
 __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &shared, const R &row_of, int lane) {
   using F = Fragment<T>;
   const int row = lane / 4, c = lane % 4;
   const T *low = row_of(row) + 8 * c, *high = row_of(row + 8) + 8 * c;
   float rest[MAX / 4][4] = {};
 #pragma unroll
-  for (int m = 0; m < kFragments; ++m) {
+  for (int m = 0; m < kFragments<K>; ++m) {
     F fragment;
     uint32_t a[F::kTerms][4], b[F::kTerms][4], token[F::kTerms][4];
     fragment.load(low + m * kFragmentStep);
@@ -76,15 +97,17 @@ __device__ __forceinline__ void key_products(float (&acc)[MAX / 4][4], const S &
 }
 
 // The factors of k and q of all tokens by `warps` warps, four rows at a time, eight lanes a row.
-template <typename T, int MAX, typename S>
+template <typename T, int MAX, int K, typename S>
 __device__ __forceinline__ void norms_of_tokens(S &shared, const gdn_common &p, int warp, int warps, int lane) {
+  constexpr int kRuns = (K / 8 + kLanes - 1) / kLanes;
   const int part = lane % kLanes;
   for (int job = warp; job < MAX / 2; job += warps) {
     const bool is_q = job % 2;
     const int t = job / 2 * kGroups + lane / kLanes;
     SquareSum sum;
 #pragma unroll
-    for (int run = 0; run < kEach / 8; ++run) {
+    for (int run = 0; run < kRuns; ++run) {
+      if (kRuns * kLanes * 8 != K && part + kLanes * run >= K / 8) break;
       float y[8];
       Fragment<T> fragment;
       fragment.load(shared.tokens[2 * t + is_q] + 8 * (part + kLanes * run));
@@ -101,10 +124,10 @@ __device__ __forceinline__ void norms_of_tokens(S &shared, const gdn_common &p, 
 
 // Products of the new keys with k and q of all tokens, times the decay from one to the other, by one warp. A token's product with
 // itself is for q alone.
-template <typename T, int MAX, typename S> __device__ __forceinline__ void products_of_tokens(S &shared, int count, int lane) {
+template <typename T, int MAX, int K, typename S> __device__ __forceinline__ void products_of_tokens(S &shared, int count, int lane) {
   const int row = lane / 4, c = lane % 4;
   float acc[MAX / 4][4] = {};
-  key_products<T, MAX>(acc, shared, [&](int t) { return shared.tokens[2 * min(t, MAX - 1)]; }, lane);
+  key_products<T, MAX, K>(acc, shared, [&](int t) { return shared.tokens[2 * min(t, MAX - 1)]; }, lane);
 #pragma unroll
   for (int i = 0; i < MAX / 4; ++i)
 #pragma unroll
@@ -138,7 +161,7 @@ __device__ __forceinline__ void solve_updates(float2 (&x)[TILES][2][MAX / 4], co
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float &e = x[tile][half][i].x;
-        e = k_scale.times(beta * (to_float(shared.v[t][first_row + 16 * tile + 8 * half]) - k_scale.times(e)));
+        e = k_scale.times(beta * (to_float(shared.v(t)[first_row + 16 * tile + 8 * half]) - k_scale.times(e)));
       }
   }
 #pragma unroll

@@ -196,19 +196,24 @@ void steps() {
 }
 
 void rings() {
-  const auto algo = [](int tokens, int request, auto &&change) {
+  const auto algo_of = [](int k, int v, int tokens, int request, auto &&change) {
     gdn_ring_step_params p = {};
-    p.common = common(16, 32, 128, 128, 4, tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
+    p.common = common(16, 32, k, v, 4, tokens, GDN_BF16, GDN_F32), p.layer = layer(p.common);
     p.ring.keys = p.inputs = memory, p.ring.updates = reinterpret_cast<float *>(memory), p.algo = request;
     change(p);
     return plan::ring_algo(p);
   };
+  const auto algo = [&](int tokens, int request, auto &&change) { return algo_of(128, 128, tokens, request, change); };
   const auto same = [](gdn_ring_step_params &) {};
   expect("gdn_ring_step, one token", 0, algo(1, GDN_RING_AUTO, same), GDN_RING_FMA);
   expect("gdn_ring_step, one token", 1, algo(1, GDN_RING_MMA, same), GDN_RING_MMA);
   expect("gdn_ring_step, two tokens", 0, algo(2, GDN_RING_AUTO, same), GDN_RING_MMA);
   expect("gdn_ring_step, two tokens", 1, algo(2, GDN_RING_FMA, same), GDN_RING_AUTO);
   expect("inputs apart by 2 elements", 0, algo(1, GDN_RING_AUTO, [](auto &p) { p.inputs_stride = 2; }), GDN_RING_MMA);
+  expect("gdn_ring_step, K 96, V 192", 0, algo_of(96, 192, 1, GDN_RING_AUTO, same), GDN_RING_FMA);
+  expect("gdn_ring_step, K 96, V 192", 1, algo_of(96, 192, 16, GDN_RING_AUTO, same), GDN_RING_MMA);
+  expect("gdn_ring_step, K 192, V 96", 0, algo_of(192, 96, 1, GDN_RING_AUTO, same), GDN_RING_AUTO);
+  expect("gdn_ring_step, K 96, V 96", 0, algo_of(96, 96, 1, GDN_RING_AUTO, same), GDN_RING_AUTO);
   expect("two states", 0, algo(1, GDN_RING_AUTO, [](auto &p) { p.common.state_out = memory + 128; }), GDN_RING_AUTO);
 }
 

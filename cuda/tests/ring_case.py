@@ -13,7 +13,7 @@ from abi import (CODES, NO_SLOT, RING_AUTO, Ring, RingAdvanceParams, RingFlushPa
 from harness import O_BOUND, ONCE, STATE_BOUND, TYPES, Launch, Output, cu_seqlens, nan, normal, u32, verify
 from rule_case import gates, shorter, uniform
 
-DIM, WIDTH = 128, 4
+WIDTH = 4
 ROUNDED = 2e-4      # where the convolution in float64 and in float32 are rounded to neighbours, once in 10,000
 
 
@@ -21,12 +21,12 @@ class Sequences:
     """`n` sequences of drawn inputs. With `slots` they have slots of a larger pool, and one of them is padding. Every launch is a check of
     its own, in all of the `ways`."""
 
-    def __init__(self, lib, n, hk, hv, io="bf16", state="f32", gate=None, conv=None, norm="f32", sigmoid=False, entries=16, capacity=32,
+    def __init__(self, lib, n, hk, hv, k=128, v=128, io="bf16", state="f32", gate=None, conv=None, norm="f32", sigmoid=False, entries=16, capacity=32,
                  slots=False, algo=RING_AUTO, keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0, ways=ONCE, name="", seed=0):
-        self.lib, self.n, self.hk, self.hv, self.io, self.state_dtype, self.gate = lib, n, hk, hv, io, state, gate or io
+        self.lib, self.n, self.hk, self.hv, self.k, self.v, self.io, self.state_dtype, self.gate = lib, n, hk, hv, k, v, io, state, gate or io
         self.conv, self.norm, self.sigmoid, self.entries, self.capacity, self.algo = conv or io, norm, sigmoid, entries, capacity, algo
         self.keys, self.decay, self.l2norm, self.beta_scale, self.qk_size, self.ways, self.name = keys, decay, l2norm, beta_scale, qk_size, ways, name
-        self.randn, self.rand, self.size, self.channels = normal(seed), uniform(seed + 1), hv * DIM * DIM, (2 * hk + hv) * DIM
+        self.randn, self.rand, self.size, self.channels = normal(seed), uniform(seed + 1), hv * v * k, 2 * hk * k + hv * v
         self.pool, self.named = 2 * n + 1 if slots else n, slots
         order = harness.shuffled(self.pool, seed) if slots else list(range(n))
         self.slots, self.free = order[:n], order[n:]
@@ -37,8 +37,8 @@ class Sequences:
         self.head, self.length = [(11 * i) % capacity for i in range(self.pool)], [0] * self.pool
         self.spans = u32([head << 16 for head in self.head])
         self.state = nan(self.pool, self.size + (16 if slots else 0), dtype=state)
-        self.reference = 0.3 * self.randn(n, hv, DIM, DIM).double()
-        self.ring_keys, self.updates = nan(self.pool, hk, capacity, DIM, dtype=io), nan(self.pool, hv, capacity, DIM, dtype="f32")
+        self.reference = 0.3 * self.randn(n, hv, v, k).double()
+        self.ring_keys, self.updates = nan(self.pool, hk, capacity, k, dtype=io), nan(self.pool, hv, capacity, v, dtype="f32")
         self.decays, self.inputs = nan(self.pool, hv, capacity, dtype="f32"), nan(self.pool, capacity, self.channels, dtype=io)
         self.past = self.randn(n, WIDTH - 1, self.channels).to(TYPES[io])
         for i in self.live:
@@ -46,9 +46,9 @@ class Sequences:
             self.inputs[self.slots[i], self.window(self.slots[i])] = self.past[i]
         self.round_references(self.live, self.slots)
         self.conv_weight = (0.5 * self.randn(self.channels, WIDTH)).to(TYPES[self.conv])
-        self.norm_weight = (1 + 0.1 * self.randn(DIM)).to(TYPES[norm])
+        self.norm_weight = (1 + 0.1 * self.randn(v)).to(TYPES[norm])
         _, _, self.a_log, self.dt_bias = gates(self.randn, self.rand, 0, hv, decay)
-        self.repeated, self.drawn, self.launches = self.randn(2, hk, DIM), 0, 0
+        self.repeated, self.drawn, self.launches = self.randn(2, hk, k), 0, 0
 
     def rows(self, slot, first, count):
         """Rows of the ring of a slot, from the entry `first` after its last one."""
@@ -61,7 +61,7 @@ class Sequences:
     def round_references(self, which, numbers):
         """The recurrence goes on from what is stored."""
         for i in which:
-            self.reference[i] = self.state[numbers[i], :self.size].double().view(self.hv, DIM, DIM)
+            self.reference[i] = self.state[numbers[i], :self.size].double().view(self.hv, self.v, self.k)
 
     def label(self, what):
         self.launches += 1
@@ -72,7 +72,7 @@ class Sequences:
     def draw(self, tokens):
         """x [row, q | k | v], ba [row, b | a] and z of `tokens` of each sequence, and their rows."""
         rows, randn = self.n * tokens, self.randn
-        q, k, v = randn(rows, self.hk, DIM), randn(rows, self.hk, DIM), randn(rows, self.hv, DIM)
+        q, k, v = randn(rows, self.hk, self.k), randn(rows, self.hk, self.k), randn(rows, self.hv, self.v)
         row = torch.arange(rows)
         if self.keys == "repeated":
             k[:] = self.repeated[0]
@@ -86,17 +86,17 @@ class Sequences:
         b, a, _, _ = gates(randn, self.rand, rows, self.hv, self.decay)
         self.drawn += rows
         x = torch.cat([y.flatten(1) for y in (q, k, v)], 1).to(TYPES[self.io])
-        return x, torch.cat([b, a], 1).to(TYPES[self.gate]), randn(rows, self.hv * DIM).to(TYPES[self.io])
+        return x, torch.cat([b, a], 1).to(TYPES[self.gate]), randn(rows, self.hv * self.v).to(TYPES[self.io])
 
     def recurrence(self, drawn, tokens, counts):
         """o [sequence, token, head, dim] and the states after so many tokens of each sequence."""
         x, ba, z = (y.view(self.n, tokens, -1) for y in drawn)
         y = reference.conv(self.past, x, self.conv_weight)[0].to(TYPES[self.io]).double()
-        keys = self.hk * DIM
-        q, k, v = (part.unflatten(2, (-1, DIM)) for part in y.split([keys, keys, self.hv * DIM], 2))
+        keys = self.hk * self.k
+        q, k, v = (part.unflatten(2, (-1, dim)) for part, dim in zip(y.split([keys, keys, self.hv * self.v], 2), (self.k, self.k, self.v)))
         b, a = ba.double().chunk(2, 2)
         o, after = reference.rule(q, k, v, a, b, self.a_log.double(), self.dt_bias.double(), self.reference, torch.tensor(counts), self.l2norm,
-                                  1e-6, DIM ** -0.5, self.beta_scale)
+                                  1e-6, self.k ** -0.5, self.beta_scale)
         return reference.gated_norm(o, z.view_as(o), self.norm_weight, self.sigmoid), after
 
     # ---- launches ----
@@ -110,7 +110,7 @@ class Sequences:
         ring = fill(Ring, keys=self.ring_keys, updates=self.updates, decays=self.decays, spans=self.spans, keys_stride=self.ring_keys.stride(0),
                     updates_stride=self.updates.stride(0), decays_stride=self.decays.stride(0), capacity=self.capacity, max_entries=self.entries)
         return dict(state_in=self.state, state_out=self.state if state_out is None else state_out, ring=ring, num_k_heads=self.hk,
-                    num_v_heads=self.hv, head_k=DIM, head_v=DIM, io_dtype=CODES[self.io], gate_dtype=CODES[self.gate],
+                    num_v_heads=self.hv, head_k=self.k, head_v=self.v, io_dtype=CODES[self.io], gate_dtype=CODES[self.gate],
                     state_dtype=CODES[self.state_dtype], **self.where(outs, self.state.stride(0)))
 
     def params(self, rows, o, seqs, outs):
@@ -118,11 +118,11 @@ class Sequences:
         x, ba, z = rows
         per_seq = seqs.tokens_per_seq
         algo = self.algo if seqs.tokens_per_seq <= 1 and not seqs.cu_seqlens else RING_AUTO
-        return fill(RingStepParams, x=columns(x, 0, 0, per_seq), z=columns(z, 0, DIM, per_seq), out=columns(o, 0, DIM, per_seq),
+        return fill(RingStepParams, x=columns(x, 0, 0, per_seq), z=columns(z, 0, self.v, per_seq), out=columns(o, 0, self.v, per_seq),
                     b=columns(ba, 0, 1, per_seq), a=columns(ba, self.hv, 1, per_seq), a_log=self.a_log, dt_bias=self.dt_bias,
                     conv_weight=self.conv_weight, norm_weight=self.norm_weight, inputs=self.inputs, inputs_stride=self.inputs.stride(0),
                     conv_width=WIDTH, conv_dtype=CODES[self.conv], norm_dtype=CODES[self.norm], sigmoid=int(self.sigmoid), norm_eps=1e-6,
-                    l2norm=int(self.l2norm), l2_eps=1e-6, scale=DIM ** -0.5, beta_scale=self.beta_scale, seqs=seqs, algo=algo,
+                    l2norm=int(self.l2norm), l2_eps=1e-6, scale=self.k ** -0.5, beta_scale=self.beta_scale, seqs=seqs, algo=algo,
                     **self.common(outs))
 
     def flushed(self, count, i, outs):
@@ -141,12 +141,12 @@ class Sequences:
         each = counts or [tokens] * self.n
         stay = [min(a, c) for a, c in zip(accepted or each, each)]
         drawn = self.draw(tokens)
-        want, _ = self.recurrence(drawn, tokens, each) if tokens else (torch.zeros(self.n, 0, self.hv, DIM), None)
+        want, _ = self.recurrence(drawn, tokens, each) if tokens else (torch.zeros(self.n, 0, self.hv, self.v), None)
         taken = [i * tokens + t for i, count in enumerate(each) for t in range(count)]
         # A row of NaN after the last token, and columns after each.
         rows = [torch.cat([torch.cat([y[taken], torch.full_like(y[:1] if tokens else y.new_empty(1, y.shape[1]), math.nan)]),
                            torch.full((len(taken) + 1, 16), math.nan, dtype=y.dtype)], 1) for y in drawn]
-        o = nan(len(taken) + 1, self.hv * DIM + 16, dtype=self.io)
+        o = nan(len(taken) + 1, self.hv * self.v + 16, dtype=self.io)
         seqs = sequences(each, cu_seqlens(each) if counts else None)
         want[self.padding] = 0
         flushing = [i for i in self.live if self.flushed(each[i], i, outs)]
@@ -159,7 +159,7 @@ class Sequences:
             if slot != self.slots[i]:
                 written["inputs"][slot, self.window(self.slots[i])] = True
         padding = torch.tensor([i in self.padding for i in range(self.n) for _ in range(each[i])], dtype=torch.bool)
-        inside = (slice(len(taken)), slice(self.hv * DIM))
+        inside = (slice(len(taken)), slice(self.hv * self.v))
         rounded = 0.0 if self.state_dtype == "f32" else STATE_BOUND[self.state_dtype]     # a flush rounds the state
         outputs = [Output("o", o, inside, want.flatten(0, 1)[taken].flatten(1), max(O_BOUND[self.io], rounded) * 1.5),
                    self.states_of(flushing, outs), *(Output(name, getattr(self, name), mask) for name, mask in written.items())]

@@ -74,8 +74,6 @@ def steps():
         channels = 2 * k * dim[0] + v * dim[1]
         if tokens <= 8 and v // k <= 4:     # the others are the three ops
             yield "gdn_step", struct("gdn_step_params", **shared, conv_in=FAR, conv_out=FAR, conv_in_stride=3 * channels, conv_out_stride=3 * channels)
-        if dim != (128, 128):
-            continue
         ring = dict(keys=FAR, updates=FAR, decays=FAR, spans=FAR, keys_stride=k * 32 * dim[0], updates_stride=v * 32 * dim[1], decays_stride=v * 32,
                     capacity=32, max_entries=16)
         yield "gdn_ring_step", struct("gdn_ring_step_params", **shared, ring=ring, inputs=FAR, inputs_stride=32 * channels)

@@ -1,6 +1,7 @@
 //! Sizes of the layer.
 
 use crate::norm::GateActivation;
+use crate::plan;
 use crate::reference::Dims;
 use candle_core::{bail, Result};
 use serde::de::{Deserialize, Deserializer, Error};
@@ -93,6 +94,12 @@ impl GdnConfig {
     /// Rows of b and a that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_ba`).
     pub fn ba_sizes(&self) -> [usize; 2] {
         [self.num_value_heads.checked_div(self.num_key_heads).unwrap_or(0); 2]
+    }
+
+    /// Whether CUDA has fused steps for these sizes, over states and over rings: K = V = 128, or K 96 and V 192, and a convolution of
+    /// width 4.
+    pub fn has_fused_step(&self) -> bool {
+        plan::has_fused_step(self.key_head_dim, self.value_head_dim, self.conv_kernel)
     }
 
     pub(crate) fn head_sizes(&self) -> Dims {

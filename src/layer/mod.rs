@@ -215,8 +215,7 @@ impl GatedDeltaNet {
 
     fn check_ring(&self) -> Result<()> {
         let (c, algo) = (&self.config, self.options.rule.algo);
-        let fused = plan::has_fused_step(c.key_head_dim, c.value_head_dim, c.conv_kernel);
-        if self.conv_weight.device().is_cuda() && !fused {
+        if self.conv_weight.device().is_cuda() && !c.has_fused_step() {
             bail!(
                 "GatedDeltaNet: ring: expected heads of 128, or 96 (K) and 192 (V), and a convolution of width 4 on CUDA, got {} (K), {} (V) and {}",
                 c.key_head_dim,

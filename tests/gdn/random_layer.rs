@@ -16,6 +16,11 @@ pub fn of_128() -> GdnConfig {
     GdnConfig::new(64, (2, 128), (4, 128))
 }
 
+/// OLMo-Hybrid's heads, which they take too.
+pub fn of_96_192() -> GdnConfig {
+    GdnConfig::new(64, (3, 96), (3, 192)).with(|c| c.beta_scale = 2.0)
+}
+
 /// A layer and inputs whose projection is exact in f32 and bf16 sums of any order: multiples of 1/64 times multiples of
 /// 1/8. What is left may only differ in the kernels after it, not by the rows of a matrix product.
 pub fn layer(c: &GdnConfig, dtype: DType, device: &Device, seed: u64) -> GatedDeltaNet {

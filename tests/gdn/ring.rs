@@ -1,7 +1,7 @@
 //! Pools with a ring beside their states, against pools without.
 
 use crate::pool::{poison_pool, poison_slot};
-use crate::random_layer::{feed, layer, of_128, packed, parts, rows, small};
+use crate::random_layer::{feed, layer, of_128, of_96_192, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, PoolOptions, Slots, StatePool, NO_SLOT};
@@ -79,6 +79,9 @@ fn cases() -> Vec<(GdnConfig, DType, DType, Vec<Device>)> {
         (of_128(), DType::F16, f32, all()),
         (of_128(), bf16, bf16, all()),
         (of_128().with(|c| (c.num_key_heads, c.num_value_heads) = (1, 3)), bf16, f32, all()),
+        (of_96_192(), f32, f32, all()),
+        (of_96_192(), bf16, f32, all()),
+        (of_96_192().with(|c| c.num_key_heads = 1), bf16, bf16, all()),
     ]
 }
 

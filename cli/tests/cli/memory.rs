@@ -3,7 +3,7 @@
 use crate::cli::{command, fails, generate, Copy, Run, DEMO};
 use crate::tiny::Tiny;
 use candle_core::quantized::GgmlDType;
-use candle_core::{safetensors, DType, Device, Result, Shape, Tensor};
+use candle_core::{safetensors, DType, Device, DeviceLocation, Result, Shape, Tensor};
 use candle_gdn_cli::dummy::Dummy;
 use candle_gdn_models::{CausalLm, ModelConfig, StateLayout};
 use candle_nn::var_builder::SimpleBackend;
@@ -54,6 +54,11 @@ fn published_models_have_the_size_of_their_names() {
     let bytes = config("qwen3-next-80b-a3b").sequence_bytes(DType::BF16);
     assert_eq!((bytes.kv_per_token, bytes.conv), (12 * 2 * 2 * 256 * 2, 36 * 3 * 8192 * 2));
     assert_eq!(bytes.total(1000), bytes.recurrent + bytes.conv + 1000 * bytes.kv_per_token);
+    // 24 layers of 30 heads with K 96 and V 192: keys and inputs in bf16, updates and decays in f32.
+    let olmo = config("olmo-hybrid-7b");
+    let row = 30 * 96 * 2 + 30 * (96 + 96 + 192) * 2 + 30 * (192 + 1) * 4;
+    assert_eq!(olmo.sequence_bytes(DType::BF16).ring, 24 * 32 * row);
+    assert!(StateLayout::Auto.has_ring(&olmo, DeviceLocation::Cuda { gpu_id: 0 }));
 }
 
 /// As it is published: all in fp8 but embeddings, head, gates, and the projections of decays and betas.

@@ -29,12 +29,10 @@ pub enum StateLayout {
 impl StateLayout {
     /// Whether states of such a model have rings on such a device.
     pub fn has_ring(self, config: &ModelConfig, device: DeviceLocation) -> bool {
-        let c = &config.gdn;
-        let supported = (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4);
         match self {
             StateLayout::Ring => true,
             StateLayout::Plain => false,
-            StateLayout::Auto => supported && matches!(device, DeviceLocation::Cuda { .. }),
+            StateLayout::Auto => config.gdn.has_fused_step() && matches!(device, DeviceLocation::Cuda { .. }),
         }
     }
 }

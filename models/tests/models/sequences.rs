@@ -32,10 +32,9 @@ fn on_every_pool(test: impl Fn(&CausalLm, StateLayout) -> Result<()>) -> Result<
     })
 }
 
-/// On CUDA rings take heads of 128 and convolutions of width 4.
+/// On CUDA rings take the sizes of the fused step.
 pub fn takes_rings(model: &CausalLm) -> bool {
-    let c = &model.config().gdn;
-    model.device().is_cpu() || (c.key_head_dim, c.value_head_dim, c.conv_kernel) == (128, 128, 4)
+    model.device().is_cpu() || model.config().gdn.has_fused_step()
 }
 
 pub fn on_each(devices: Vec<Device>, test: impl Fn(&CausalLm) -> Result<()>) -> Result<()> {
