@@ -47,11 +47,11 @@ template <typename T, typename U = T> __device__ __forceinline__ float dot8(cons
 }
 
 // A block's work on a step, its parts as functions.
-template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, WGMMA, TILES> {
-  using Base = StepMatrices<T, WGMMA, TILES>;
-  using Base::barrier, Base::buffers, Base::count, Base::factors, Base::first, Base::gradients, Base::head, Base::image, Base::index,
-      Base::key_head, Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::tile,
-      Base::tiles;
+template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepMatrices<T, WGMMA, TILES, PARTS> {
+  using Base = StepMatrices<T, WGMMA, TILES, PARTS>;
+  using Base::add_part, Base::barrier, Base::buffers, Base::count, Base::factors, Base::gradients, Base::image,
+      Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::tile, Base::tiles,
+      Base::tiles_here;
 
   // d beta = dV (U / beta) / beta.
   __device__ __forceinline__ void finish_beta() const {
@@ -62,8 +62,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
       const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
       const float own = dot8<T, __half>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset));
       const float sum = group_sum<16>(own * scale_of_update(me.thread % 16 / 2));
-      if (me.thread % 16 == 0 && token < count())
-        *out_heads_at<float>(p.d_beta, step.at.n, first() + token, head()) = __fdividef(sum, factors().beta[token]);
+      if (me.thread % 16 == 0 && token < count()) add_part(p.d_beta, token, __fdividef(sum, factors().beta[token]));
     }
   }
 
@@ -104,7 +103,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
       const uint4 y = WGMMA ? ptx::load_shared(tile(gradients(v_tile)) + offset) : *reinterpret_cast<const uint4 *>(d + offset);
       sum += dot8<T>(ptx::load_shared(tile(states(v_tile)) + offset), y);
     }
-    return sum;
+    return PARTS > 1 && v_tile > 0 ? sum * static_cast<float>(tiles_here() - 1) : sum;    // not twice that of the first tile
   }
 
   // to += factor x, a factor a row, and the sums over its rows times raw ones to `sums`.
@@ -126,7 +125,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
     float y[8][4];
     uint32_t updates[2][4][4] = {};
     if (!WGMMA) {
-      for (int t = 0; t < TILES; ++t) {
+      for (int t = 0; t < tiles_here(); ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.states, t), loaded();
         product += states_product(t);
         add_product(y, tiles().d_v, states(t), t);
@@ -154,7 +153,7 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
     for (int i = 0; i < 2; ++i) factor[i] = -chunk::exp2_fast(f.c[me.row + 8 * i]) * f.k_norm[me.row + 8 * i];
     add_scaled(d_k, y, factor, shared.k, sums.later);
     if (!WGMMA)
-      for (int t = 0; t < TILES; ++t) {
+      for (int t = 0; t < tiles_here(); ++t) {
         if (t > 0) __syncthreads(), load_states(buffers.gradients, t);
         loaded();
         add_updates(x, updates[0], t);
@@ -206,25 +205,27 @@ template <typename T, bool WGMMA, int TILES> struct Gradients : StepMatrices<T, 
     for (int i = 0; i < 4; ++i) {
       const int r = me.lane / 8 + 4 * i, piece = me.lane % 8, token = 16 * me.warp + r, column = 64 * me.group + 8 * piece;
       if (token < count() && column < p.common.head_k)
-        *reinterpret_cast<uint4 *>(out_heads_at<T>(to, step.at.n, first() + token, key_head()) + column) =
+        *reinterpret_cast<uint4 *>(out_heads_at<T>(to, step.n, step.first + token, step.key_head) + column) =
             ptx::load_shared(rows + chunk::tile_offset(r, piece));
     }
   }
 };
 
 // In a kernel function every part has a label.
-template <typename T, bool WGMMA, int TILES>
+template <typename T, bool WGMMA, int TILES, int PARTS>
 __global__ void __launch_bounds__(256, 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
-                 const Span span, int64_t items) {
+                 const Span span, const Work work) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
   ptx::grid_dependency_wait();
-  Step step = step_at(p, span, items, blockIdx.x);
-  if (!step.there) return;
+  if (threadIdx.x < 32) {
+    const Step first = step_at(p, span, work, blockIdx.x);
+    if (threadIdx.x == 0) s.steps[0] = first;
+  }
   // Barriers, and zeros where there are no value rows.
-  if (TILES == 1)
+  if (TILES == 1 || PARTS > 1)
     for (int b = 0; b < s.kBuffers; ++b)
       for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
   if (WGMMA && threadIdx.x == 0) {
@@ -234,20 +235,26 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   ptx::fence_async();
   __syncthreads();
   if (WGMMA) {
-    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, 0};
+    const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, s.steps[0], 0};
     g.copy_head(), g.copy_raw(), g.copy_gradients();
   }
   float d_q[8][4] = {}, d_k[8][4] = {};
-  for (int i = 0, n = 0; step.there; ++i) {
-    // Wait for the head, start the copies of the next.
-    const Step after = step_after(p, span, items, step);
+  for (int i = 0, n = 0; s.steps[i % 2].there; ++i) {
+    // Wait for the step, start the copies of the next, which others read behind the next barrier.
+    const Step &step = s.steps[i % 2], &after = s.steps[1 - i % 2];
+    if (threadIdx.x < 32) {
+      const Step found = step_after<PARTS>(p, span, work, step);
+      __syncwarp();
+      if (threadIdx.x == 0) s.steps[1 - i % 2] = found;
+      __syncwarp();
+    }
     const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
-    const Gradients<T, WGMMA, TILES> g = {p, buffers, maps, s, step, buffer}, next = {p, buffers, maps, s, after, next_buffer};
+    const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer}, next = {p, buffers, maps, s, work, after, next_buffer};
     if (WGMMA) {
       next.copy_head();
       ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
       g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
-      if (step.head == 0) {
+      if (step.is_first()) {
         ptx::barrier_wait(g.barrier(3), n % 2);
         g.clear(s.q, s.k);
       }
@@ -265,10 +272,11 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     g.add_matrices(d_q, d_k);
     g.finish_decays();
     wait<WGMMA>(d_q), wait<WGMMA>(d_k);
+    const bool is_last = after.item != step.item || !after.there;
     ptx::fence_async();
     __syncthreads();    // the next but one goes where this head was
     // The sums over heads.
-    if (after.item != step.item || !after.there) {
+    if (is_last) {
       float *own = reinterpret_cast<float *>(g.tiles().update);
       g.finish_rows(d_q, s.q, g.factors().q_norm, own, p.d_q);
       g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
@@ -278,7 +286,6 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       if (WGMMA) next.copy_raw();
       ++n;
     }
-    step = after;
   }
 }
 

@@ -61,18 +61,20 @@ template <typename T> struct Launcher {
                                                                    : walk_as<false, 1, 1>(b, walks, forward, reverse);
   }
 
-  template <bool WGMMA, int TILES> int gradients_as(const Span &span, const Buffers &b) const {
+  template <bool WGMMA, int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
     LaunchConfig c;
     if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
-    return launch_allowed<gradients_kernel<T, WGMMA, TILES>>(c, optin, p, b, maps, span, items);
+    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
+    return launch_allowed<gradients_kernel<T, WGMMA, TILES, PARTS>>(c, optin, p, b, maps, span, work);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1>(span, b) : gradients_as<false, 1>(span, b);
-    return wgmma ? gradients_as<true, 2>(span, b) : gradients_as<false, 2>(span, b);
+    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1, 1>(span, b) : gradients_as<false, 1, 1>(span, b);
+    if (v_tiles() == 2) return wgmma ? gradients_as<true, 2, 1>(span, b) : gradients_as<false, 2, 1>(span, b);
+    return wgmma ? gradients_as<true, 2, 2>(span, b) : gradients_as<false, 2, 2>(span, b);    // head_v <= 256
   }
 
   int all() const {

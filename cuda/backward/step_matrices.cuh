@@ -18,9 +18,9 @@ struct WarpSums {
   float later[16], earlier[16];
 };
 
-template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, WGMMA, TILES> {
-  using Base = StepTiles<T, WGMMA, TILES>;
-  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::first, Base::head, Base::lower, Base::p,
+template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : StepTiles<T, WGMMA, TILES, PARTS> {
+  using Base = StepTiles<T, WGMMA, TILES, PARTS>;
+  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::head, Base::lower, Base::p,
       Base::scale_of_update, Base::shared, Base::step, Base::tile, Base::tiles;
 
   // The warp's rows of dO or dV for the product with U in f16: divided by a power of two a row, times that of U / beta; `up` takes both back.
@@ -248,7 +248,14 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
     const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (t0 + i < count()) *out_heads_at<float>(p.d_log_decay, step.at.n, first() + t0 + i, head()) = decay[i];
+      if (t0 + i < count()) add_part(p.d_log_decay, t0 + i, decay[i]);
+  }
+
+  // A token's gradient of a gate: of the first part written, of others added by the same thread.
+  __device__ __forceinline__ void add_part(const gdn_heads &to, int token, float x) const {
+    float *there = out_heads_at<float>(to, step.n, step.first + token, head());
+    if (PARTS > 1 && step.part > 0) x += *there;
+    *there = x;
   }
 
   // The sum over the lanes before.

@@ -33,6 +33,7 @@ template <int STAGES, int QUERIES> struct WalkShared {
 struct Stretch {
   Tokens seq;
   int n, head, tile;
+  int key_head, head_of_key;    // of the key head, the so manieth value head
   int begin, end;    // chunks
   int64_t place;     // of `begin`
 };
@@ -51,7 +52,6 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
   __device__ __forceinline__ int count(int i) const { return s.seq.count - i * kChunk; }
   __device__ __forceinline__ int64_t index(int i) const { return (s.place + i - s.begin) * p.common.num_v_heads + s.head; }
-  __device__ __forceinline__ int key_head() const { return s.head / (p.common.num_v_heads / p.common.num_k_heads); }
   __device__ __forceinline__ Stage &stage(int step) const { return shared.stage[STAGES == 1 ? 0 : step % 2]; }
 
   __device__ __forceinline__ void load_box(uint8_t *to, const CUtensorMap &map, int column, int head, int i, uint32_t barrier) const {
@@ -69,7 +69,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
       const uint32_t full = barrier(step % 2);
       const Record &r = buffers.records[index(i)];
       ptx::barrier_expect(full, 3 * kTileBytes + kImageBytes + sizeof(WalkFactors));
-      for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, key_head(), i, full);
+      for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, s.key_head, i, full);
       load_box(to.values, map, row0, s.head, i, full);
       ptx::copy_bulk(ptx::shared_address(to.inverse), r.inverse, kImageBytes, full);
       ptx::copy_bulk(ptx::shared_address(&to.factors), &r.walk, sizeof(WalkFactors), full);
@@ -77,7 +77,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
     }
     if (there) {
       Stage &to = stage(step);
-      chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), key_head()), p.k.token_stride, count(i),
+      chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), s.key_head), p.k.token_stride, count(i),
                                           p.common.head_k, thread);
       chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
                                   count(i), p.common.head_v - row0, thread);
@@ -95,11 +95,11 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
       if (thread != 0 || i < s.begin) return;
       const uint32_t full = barrier(2 + step % QUERIES);
       ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
-      for (int h = 0; h < 2; ++h) load_box(to.q + h * kTileBytes, maps.q, 64 * h, key_head(), i, full);
+      for (int h = 0; h < 2; ++h) load_box(to.q + h * kTileBytes, maps.q, 64 * h, s.key_head, i, full);
       ptx::copy_bulk(ptx::shared_address(to.attention), buffers.records[index(i)].attention, kImageBytes, full);
       return;
     }
-    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.q), heads_at<T>(p.q, s.n, first(i), key_head()), p.q.token_stride, count(i),
+    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.q), heads_at<T>(p.q, s.n, first(i), s.key_head), p.q.token_stride, count(i),
                                         p.common.head_k, thread);
     chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.attention), buffers.records[index(i)].attention, thread);
     ptx::copy_async_commit();
@@ -236,8 +236,8 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     if (walk.store) {
       const int row = w.s.tile * kTileRows + 16 * warp;
       if (w.buffers.updates == nullptr) {
-        const gdn_heads &to = updates_of(w.p, w.s.head);
-        chunk::take_out<T>(values, warp, lane, out_heads_at<T>(to, w.s.n, w.first(i), w.key_head()) + row, to.token_stride, w.count(i),
+        const gdn_heads &to = updates_of(w.p, w.s.head_of_key);
+        chunk::take_out<T>(values, warp, lane, out_heads_at<T>(to, w.s.n, w.first(i), w.s.key_head) + row, to.token_stride, w.count(i),
                            w.p.common.head_v - row);
       } else {
         __syncwarp();
@@ -354,6 +354,8 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   block /= walks.v_tiles;
   s.head = static_cast<int>(block % p.common.num_v_heads);
   s.n = static_cast<int>(block / p.common.num_v_heads);
+  const int each = p.common.num_v_heads / p.common.num_k_heads;
+  s.key_head = s.head / each, s.head_of_key = s.head - s.key_head * each;
   s.seq = tokens_of(p.common.seqs, s.n);
   s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
   s.place = first_place(p.common.seqs, span, s.n);
