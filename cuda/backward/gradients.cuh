@@ -13,18 +13,20 @@ namespace backward {
 // The sum over a row of x times the 16-bit tile, by rows lane / 4 and 8 further of the warp's.
 template <typename T>
 __device__ __forceinline__ float2 row_products(const float (&x)[8][4], uint32_t tile, int warp, int lane) {
-  float2 sum = make_float2(0.f, 0.f);
+  const uint32_t by_row = chunk::lanes_by_row(lane);
+  float sum[2] = {0.f, 0.f};
 #pragma unroll
-  for (int t = 0; t < 8; ++t) {
-    const uint32_t at = tile + 2048 * warp + chunk::tile_offset(lane / 4, t) + 4 * (lane % 4);
-    uint32_t top, low;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(top) : "r"(at) : "memory");
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(low) : "r"(at + 1024) : "memory");
-    const float2 a = chunk::unpack2<T>(top), b = chunk::unpack2<T>(low);
-    sum.x = fmaf(x[t][0], a.x, fmaf(x[t][1], a.y, sum.x));
-    sum.y = fmaf(x[t][2], b.x, fmaf(x[t][3], b.y, sum.y));
+  for (int k = 0; k < 4; ++k) {
+    uint32_t a[4];    // as x has them: two tiles of rows and of rows 8 further
+    ptx::load_matrices(a, chunk::tile_at(tile + 2048 * warp, by_row, 0, k));
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      const float2 y = chunk::unpack2<T>(a[c]);
+      const float(&pair)[4] = x[2 * k + c / 2];
+      sum[c % 2] = fmaf(pair[c % 2 * 2], y.x, fmaf(pair[c % 2 * 2 + 1], y.y, sum[c % 2]));
+    }
   }
-  return make_float2(group_sum<4>(sum.x), group_sum<4>(sum.y));
+  return make_float2(group_sum<4>(sum[0]), group_sum<4>(sum[1]));
 }
 
 // to += x with a factor a row.
@@ -35,12 +37,12 @@ __device__ __forceinline__ void add_rows(float (&to)[8][4], const float (&x)[8][
     for (int c = 0; c < 4; ++c) to[t][c] = fmaf(factor[c / 2], x[t][c], to[t][c]);
 }
 
-template <typename T, typename U = T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
+template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, const uint4 &b) {
   const uint32_t x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
   float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 u = chunk::unpack2<T>(x[i]), v = chunk::unpack2<U>(y[i]);
+    const float2 u = chunk::unpack2<T>(x[i]), v = chunk::unpack2<T>(y[i]);
     sum = fmaf(u.x, v.x, fmaf(u.y, v.y, sum));
   }
   return sum;
@@ -49,22 +51,9 @@ template <typename T, typename U = T> __device__ __forceinline__ float dot8(cons
 // A block's work on a step, its parts as functions.
 template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepMatrices<T, WGMMA, TILES, PARTS> {
   using Base = StepMatrices<T, WGMMA, TILES, PARTS>;
-  using Base::add_part, Base::barrier, Base::buffers, Base::count, Base::factors, Base::gradients, Base::image,
+  using Base::barrier, Base::buffers, Base::count, Base::factors, Base::gradients, Base::image,
       Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::tile, Base::tiles,
       Base::tiles_here;
-
-  // d beta = dV (U / beta) / beta.
-  __device__ __forceinline__ void finish_beta() const {
-    const Here me;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int token = me.thread / 16 + 16 * i;
-      const uint32_t offset = chunk::tile_offset(token, me.thread % 16);
-      const float own = dot8<T, __half>(ptx::load_shared(tile(tiles().d_v) + offset), ptx::load_shared(tile(tiles().update) + offset));
-      const float sum = group_sum<16>(own * scale_of_update(me.thread % 16 / 2));
-      if (me.thread % 16 == 0 && token < count()) add_part(p.d_beta, token, __fdividef(sum, factors().beta[token]));
-    }
-  }
 
   // x += U / beta times 64 value rows of dS, from f16 in the inputs' type in `a`.
   __device__ __forceinline__ void add_updates(float (&x)[8][4], uint32_t (&a)[4][4], int v_tile) const {
@@ -92,18 +81,33 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     if (TILES > 1) add_product(x, rows, state + kStateBytes, 1);
   }
 
-  // S dS of 64 value rows; without room for both dS comes from the workspace.
+  // A lane's part of S dS of 64 value rows. With wgmma the diagonal of S dS^T, of a warp's rows and its warpgroup's columns.
   __device__ __forceinline__ float states_product(int v_tile) const {
     const Here me;
+    if constexpr (WGMMA) {
+      const uint32_t rows = me.own_half(states(v_tile)) + 2048 * me.warp, d_rows = me.own_half(gradients(v_tile)) + 2048 * me.warp;
+      float top[4] = {}, low[4] = {};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        uint32_t a[4], b[4];
+        ptx::load_matrices(a, chunk::tile_at(rows, chunk::lanes_by_row(me.lane), 0, k));
+        ptx::load_matrices(b, chunk::tile_at(d_rows, chunk::lanes_by_piece(me.lane), 0, k));
+        ptx::mma16816<T>(top, a[0], a[1], a[2], a[3], b[0], b[1]);
+        ptx::mma16816<T>(low, a[0], a[1], a[2], a[3], b[2], b[3]);
+      }
+      const int row = me.lane / 4, column = 2 * (me.lane % 4);
+      const float sum = column == row ? top[0] + low[2] : column + 1 == row ? top[1] + low[3] : 0.f;
+      return PARTS > 1 && v_tile > 0 ? sum * static_cast<float>(tiles_here() - 1) : sum;    // not twice that of the first tile
+    }
+    // Without room for both dS comes from the workspace.
     const uint8_t *d = image(buffers.gradients, v_tile);
     float sum = 0.f;
 #pragma unroll
     for (int i = 0; i < kStateBytes / 16 / 256; ++i) {
       const int offset = 16 * (me.thread + 256 * i);
-      const uint4 y = WGMMA ? ptx::load_shared(tile(gradients(v_tile)) + offset) : *reinterpret_cast<const uint4 *>(d + offset);
-      sum += dot8<T>(ptx::load_shared(tile(states(v_tile)) + offset), y);
+      sum += dot8<T>(ptx::load_shared(tile(states(v_tile)) + offset), *reinterpret_cast<const uint4 *>(d + offset));
     }
-    return PARTS > 1 && v_tile > 0 ? sum * static_cast<float>(tiles_here() - 1) : sum;    // not twice that of the first tile
+    return sum;
   }
 
   // to += factor x, a factor a row, and the sums over its rows times raw ones to `sums`.
@@ -262,7 +266,6 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       g.load_head();
     }
     // What reads states, then the matrices in the place of S.
-    g.finish_beta();
     const RowSums sums = g.add_states(d_q, d_k, i % 2);
     __syncthreads();
     if (WGMMA) next.copy_gradients();

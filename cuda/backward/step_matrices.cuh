@@ -27,17 +27,10 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
   __device__ __forceinline__ void to_operand(uint32_t (&a)[8][4], float (&up)[2], uint32_t rows) const {
     const Here me;
     load_rows(a, rows, 0, me.warp, me.lane);
-    float most[2] = {0.f, 0.f}, scale[8], largest = 0.f;
+    float scale[8], largest = 0.f;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float2 x = chunk::unpack2<T>(a[k][c]);
-        most[c % 2] = fmaxf(most[c % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
-      }
-    }
-    const RowScales s = scales_of_rows(most[0], most[1]);
+    for (int k = 0; k < 8; ++k) scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
+    const RowScales s = scales_of_operand<T>(a);
     const float one = largest > 0.f ? __fdividef(1.f, largest) : 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k)
@@ -51,7 +44,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
   }
 
   // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
-  // and X, its products with q k or k k below the diagonal, summed.
+  // and X, its products with q k or k k below the diagonal, summed. The diagonal of dV (U / beta)^T is beta d beta.
   __device__ __forceinline__ void make_matrix(const RowSums &rows) const {
     const Here me;
     const TokenFactors &f = factors();
@@ -91,6 +84,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
         uint32_t packed[4] = {0, 0, 0, 0}, rest[4] = {0, 0, 0, 0};
         float products[2][4] = {};
         if (block <= me.warp) {
+          if (block == me.warp && me.group == 1) store_diagonal(x[2 * pair], x[2 * pair + 1], up, me);
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             float(&m)[4] = x[2 * pair + t];
@@ -107,6 +101,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
+              if (me.group != 0) continue;
               const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
               rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
             }
@@ -132,6 +127,17 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
       store_row_sums(to, rows, me);
 #pragma unroll
       for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);
+    }
+  }
+  // d beta, by the lanes that have the diagonal of a block of 16 tokens, whose halves are x and y.
+  __device__ __forceinline__ void store_diagonal(const float (&x)[4], const float (&y)[4], const float (&up)[2], const Here &me) const {
+    const int row = me.lane / 4, column = 2 * (me.lane % 4);
+    if (column != row && column + 1 != row) return;
+    const float own[2] = {column == row ? x[0] : x[1], column == row ? y[2] : y[3]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = me.row + 8 * i;
+      if (token < count()) add_part(p.d_beta, token, __fdividef(own[i] * up[i], factors().beta[token]));
     }
   }
   // Sums of columns over the lanes with other rows: the first steps halve the columns that a lane has, to those of tile lane / 8.
