@@ -51,9 +51,9 @@ template <typename T> __device__ __forceinline__ float dot8(const uint4 &a, cons
 // A block's work on a step, its parts as functions.
 template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepMatrices<T, WGMMA, TILES, PARTS> {
   using Base = StepMatrices<T, WGMMA, TILES, PARTS>;
-  using Base::barrier, Base::buffers, Base::count, Base::factors, Base::gradients, Base::image,
-      Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::tile, Base::tiles,
-      Base::tiles_here;
+  using Base::buffers, Base::count, Base::empty, Base::factors, Base::full, Base::gradients, Base::image,
+      Base::load_states, Base::loaded, Base::p, Base::scale_of_update, Base::shared, Base::states, Base::step, Base::sync, Base::tile,
+      Base::tiles, Base::tiles_here;
 
   // x += U / beta times 64 value rows of dS, from f16 in the inputs' type in `a`.
   __device__ __forceinline__ void add_updates(float (&x)[8][4], uint32_t (&a)[4][4], int v_tile) const {
@@ -148,7 +148,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     // U dS, begun before the sums of dV S
     if (WGMMA) {
       wait<WGMMA>(y);
-      ptx::barrier_wait(barrier(2), gradients_parity);
+      ptx::barrier_wait(full(kOfGradients), gradients_parity);
       add_updates(x, updates[0], 0);
       if (TILES > 1) add_updates(x, updates[1], 1);
       for (int t = 0; t < TILES; ++t) product += states_product(t);
@@ -182,7 +182,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
       float *to_sums = sums + kChunk * me.group + me.row;
       if (me.lane % 4 == 0) to_sums[0] = own.x, to_sums[8] = own.y;
     }
-    __syncthreads();    // all products with raw rows are done
+    sync();    // all products with raw rows are done
     float factor[2] = {0.f, 0.f};
     if (p.common.l2norm)
 #pragma unroll
@@ -215,51 +215,79 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
   }
 };
 
+// The warp that copies, with wgmma: steps as their buffers become free.
+template <typename T, int TILES, int PARTS>
+__device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, const Buffers &buffers, const Maps &maps, const Span &span,
+                                           const Work &work, GradientShared<true> &s) {
+  const bool copies = threadIdx.x % 32 == 0;
+  Step step = step_at(p, span, work, blockIdx.x);
+  for (int i = 0, n = 0;; ++i) {
+    const int buffer = i % 2;
+    const Gradients<T, true, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer};
+    if (i >= 2) ptx::barrier_wait(g.empty(buffer), (i / 2 - 1) % 2);
+    if (copies) s.steps[buffer] = step;
+    if (!step.there) {
+      if (copies) ptx::barrier_arrive(g.full(buffer));
+      return;
+    }
+    if (copies) g.copy_head();
+    if (i > 0) ptx::barrier_wait(g.empty(kOfGradients), (i - 1) % 2);
+    if (copies) g.copy_gradients();
+    if (step.is_first()) {
+      if (n > 0) ptx::barrier_wait(g.empty(kOfRaw), (n - 1) % 2);
+      if (copies) g.copy_raw();
+      ++n;
+    }
+    __syncwarp();
+    step = step_after<PARTS>(p, span, work, step);
+  }
+}
+
 // In a kernel function every part has a label.
 template <typename T, bool WGMMA, int TILES, int PARTS>
-__global__ void __launch_bounds__(256, 1)
+__global__ void __launch_bounds__(GradientShared<WGMMA>::kThreads, 1)
 gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
                  const Span span, const Work work) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
+  using Shared = GradientShared<WGMMA>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
-  GradientShared<WGMMA> &s = *reinterpret_cast<GradientShared<WGMMA> *>(raw_shared);
+  Shared &s = *reinterpret_cast<Shared *>(raw_shared);
   ptx::grid_dependency_wait();
-  if (threadIdx.x < 32) {
-    const Step first = step_at(p, span, work, blockIdx.x);
-    if (threadIdx.x == 0) s.steps[0] = first;
-  }
-  // Barriers, and zeros where there are no value rows.
+  // Barriers, and zeros where there are no value rows. With mma.sync a block has one item.
   if (TILES == 1 || PARTS > 1)
     for (int b = 0; b < s.kBuffers; ++b)
-      for (int i = threadIdx.x; i < kTileBytes / 4; i += 256) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
+      for (int i = threadIdx.x; i < kTileBytes / 4; i += s.kThreads) reinterpret_cast<uint32_t *>(s.heads[b].update + kTileBytes)[i] = 0;
+  if (!WGMMA && threadIdx.x < 32) {
+    const Step only = step_at(p, span, work, blockIdx.x);
+    if (threadIdx.x == 0) s.steps[0] = only;
+  }
   if (WGMMA && threadIdx.x == 0) {
-    for (int i = 0; i < 4; ++i) ptx::barrier_init(ptx::shared_address(&s.barriers[i]), 1);
+    for (int i = 0; i < kStepBarriers; ++i)
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), 1);
     ptx::barriers_initialised();
   }
   ptx::fence_async();
   __syncthreads();
-  if (WGMMA) {
-    const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, s.steps[0], 0};
-    g.copy_head(), g.copy_raw(), g.copy_gradients();
+  if constexpr (WGMMA) {
+    if (threadIdx.x >= 256) {
+      fewer_registers<24>();
+      if (threadIdx.x < 256 + 32) copy_steps<T, TILES, PARTS>(p, buffers, maps, span, work, s);
+      return;
+    }
+    more_registers<240>();
   }
   float d_q[8][4] = {}, d_k[8][4] = {};
-  for (int i = 0, n = 0; s.steps[i % 2].there; ++i) {
-    // Wait for the step, start the copies of the next, which others read behind the next barrier.
-    const Step &step = s.steps[i % 2], &after = s.steps[1 - i % 2];
-    if (threadIdx.x < 32) {
-      const Step found = step_after<PARTS>(p, span, work, step);
-      __syncwarp();
-      if (threadIdx.x == 0) s.steps[1 - i % 2] = found;
-      __syncwarp();
-    }
-    const int buffer = WGMMA ? i % 2 : 0, next_buffer = WGMMA ? 1 - buffer : 0;
-    const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer}, next = {p, buffers, maps, s, work, after, next_buffer};
+  for (int i = 0, n = 0;; ++i) {
+    // Wait for the step.
+    const int buffer = WGMMA ? i % 2 : 0;
+    const Step &step = s.steps[buffer];
+    const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer};
+    if (WGMMA) ptx::barrier_wait(g.full(buffer), i / 2 % 2);
+    if (!step.there) break;
     if (WGMMA) {
-      next.copy_head();
-      ptx::barrier_wait(g.barrier(buffer), i / 2 % 2);
       g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
       if (step.is_first()) {
-        ptx::barrier_wait(g.barrier(3), n % 2);
+        ptx::barrier_wait(g.full(kOfRaw), n % 2);
         g.clear(s.q, s.k);
       }
     } else {
@@ -267,17 +295,17 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     }
     // What reads states, then the matrices in the place of S.
     const RowSums sums = g.add_states(d_q, d_k, i % 2);
-    __syncthreads();
-    if (WGMMA) next.copy_gradients();
+    g.sync();
+    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kOfGradients));
     g.make_matrix(sums);
     ptx::fence_async();
-    __syncthreads();
+    g.sync();
     g.add_matrices(d_q, d_k);
     g.finish_decays();
     wait<WGMMA>(d_q), wait<WGMMA>(d_k);
-    const bool is_last = after.item != step.item || !after.there;
+    const bool is_last = step.part + 1 == PARTS && step.head + 1 == work.heads;
     ptx::fence_async();
-    __syncthreads();    // the next but one goes where this head was
+    g.sync();
     // The sums over heads.
     if (is_last) {
       float *own = reinterpret_cast<float *>(g.tiles().update);
@@ -285,9 +313,16 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
       set_to_zero(d_q), set_to_zero(d_k);
       ptx::fence_async();
-      __syncthreads();
-      if (WGMMA) next.copy_raw();
+      g.sync();
+      if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kOfRaw));
       ++n;
+    }
+    if (WGMMA) {
+      if (threadIdx.x == 0) ptx::barrier_arrive(g.empty(buffer));
+    } else {
+      if (is_last) break;
+      if (threadIdx.x == 0) s.steps[0] = step_after<PARTS>(p, span, work, step);
+      g.sync();
     }
   }
 }

@@ -66,7 +66,7 @@ template <typename T> struct Launcher {
     if (const int status = sm_count(&sms)) return status;
     const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
     LaunchConfig c;
-    if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
+    if (const int status = grid(blocks, GradientShared<WGMMA>::kThreads, sizeof(GradientShared<WGMMA>), &c)) return status;
     const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
     return launch_allowed<gradients_kernel<T, WGMMA, TILES, PARTS>>(c, optin, p, b, maps, span, work);
   }

@@ -123,7 +123,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
       else inner[half] = sums;
     }
     if constexpr (!WGMMA) {
-      ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
+      ptx::group_barrier<128>(2 + me.group);    // no other warp reads the rows any more
       store_row_sums(to, rows, me);
 #pragma unroll
       for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);

@@ -33,17 +33,22 @@ struct Step {
   __device__ __forceinline__ bool is_first() const { return head == 0 && part == 0; }
 };
 
-// With wgmma the next step comes while one is at work; else every card has room for a block, whose dS takes the place of S.
+// What a copy waits for, and who waits for it: the buffers of steps in turn, dS, and raw q and k.
+enum StepBarrier { kOfGradients = 2, kOfRaw = 3, kStepBarriers = 4 };
+
+// With wgmma a warp of its own copies the next step while one is at work; else every card has room for a block, whose dS takes the place
+// of S.
 template <bool WGMMA> struct GradientShared {
   static constexpr int kBuffers = WGMMA ? 2 : 1;
+  static constexpr int kThreads = WGMMA ? 384 : 256;
   alignas(1024) uint8_t q[2 * kTileBytes];
   uint8_t k[2 * kTileBytes];
   HeadTiles<kBuffers> heads[kBuffers];
   std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
   alignas(16) TokenFactors tokens[kBuffers];
-  Step steps[2];           // the one at work and the next, in turn: registers are short
+  Step steps[kBuffers];
   float states[8];         // S dS, by warp
-  uint64_t barriers[4];    // copies that have arrived: of the buffers, of dS, of q and k
+  uint64_t full[kStepBarriers], empty[kStepBarriers];
 };
 static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
 static_assert(sizeof(GradientShared<true>) <= 227 * 1024, "a shape for sm_90");
@@ -117,7 +122,14 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
   __device__ __forceinline__ int tiles_here() const { return PARTS == 1 ? TILES : min(kPartTiles, v_tiles() - first_tile()); }
   __device__ __forceinline__ int columns_before() const { return first_tile() * kTileRows; }
   __device__ __forceinline__ float scale_of_update(int column_16) const { return factors().updates[4 * first_tile() + column_16]; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
+  __device__ __forceinline__ uint32_t full(int i) const { return tile(&shared.full[i]); }
+  __device__ __forceinline__ uint32_t empty(int i) const { return tile(&shared.empty[i]); }
+
+  // Of the threads that compute.
+  __device__ __forceinline__ static void sync() {
+    if constexpr (WGMMA) ptx::group_barrier<256>(1);
+    else __syncthreads();
+  }
 
   __device__ __forceinline__ int head() const { return step.key_head * work.heads + step.head; }
   __device__ __forceinline__ int64_t index() const { return static_cast<int64_t>(step.place) * p.common.num_v_heads + head(); }
@@ -130,12 +142,12 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
     return buffers.updates + (index() * v_tiles() + first_tile() + v_tile) * kTileBytes;
   }
 
-  // ---- copies with wgmma, by a thread ----
+  // ---- copies with wgmma, by a lane of a warp ----
 
-  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, int full, int columns = 0) const {
+  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, uint32_t full, int columns = 0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      ptx::copy_box(tile(to) + h * kTileBytes, &map, columns + 64 * h, head, step.first, p.common.seqs.cu_seqlens ? 0 : step.n, barrier(full));
+      ptx::copy_box(tile(to) + h * kTileBytes, &map, columns + 64 * h, head, step.first, p.common.seqs.cu_seqlens ? 0 : step.n, full);
   }
   __device__ __forceinline__ void copy_states(uint8_t *to, const uint8_t *images, uint32_t full) const {
     if constexpr (PARTS == 1) {
@@ -145,34 +157,31 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
     }
   }
   __device__ __forceinline__ void copy_head() const {
-    if (threadIdx.x != 0 || !step.there) return;
-    const uint32_t full = barrier(buffer);
+    const uint32_t full = this->full(buffer);
     const bool in_place = buffers.updates == nullptr;
     ptx::barrier_expect(full, (4 + (in_place ? 2 : tiles_here())) * kTileBytes + TILES * kStateBytes + sizeof(TokenFactors));
-    copy_rows(tiles().d_out, maps.d_o, head(), buffer, columns_before());
-    copy_rows(tiles().d_v, maps.d_v, head(), buffer, columns_before());
+    copy_rows(tiles().d_out, maps.d_o, head(), full, columns_before());
+    copy_rows(tiles().d_v, maps.d_v, head(), full, columns_before());
     copy_states(tiles().states[0], buffers.states, full);
-    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, step.key_head, buffer);
+    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, step.key_head, full);
     else ptx::copy_bulk(tile(tiles().update), update_image(0), tiles_here() * kTileBytes, full);
     ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
   }
   __device__ __forceinline__ void copy_gradients() const {
-    if (threadIdx.x != 0 || !step.there) return;
-    ptx::barrier_expect(barrier(2), TILES * kStateBytes);
-    copy_states(gradients(0), buffers.gradients, barrier(2));
+    ptx::barrier_expect(full(kOfGradients), TILES * kStateBytes);
+    copy_states(gradients(0), buffers.gradients, full(kOfGradients));
   }
   __device__ __forceinline__ void copy_raw() const {
-    if (threadIdx.x != 0 || !step.there) return;
-    ptx::barrier_expect(barrier(3), 4 * kTileBytes);
-    copy_rows(shared.q, maps.q, step.key_head, 3);
-    copy_rows(shared.k, maps.k, step.key_head, 3);
+    ptx::barrier_expect(full(kOfRaw), 4 * kTileBytes);
+    copy_rows(shared.q, maps.q, step.key_head, full(kOfRaw));
+    copy_rows(shared.k, maps.k, step.key_head, full(kOfRaw));
   }
   // Rows of the next sequence in the boxes.
   template <typename... X> __device__ __forceinline__ void clear(X *...x) const {
     if (count() == kChunk) return;
     (clear_rows<2, 256>(x, count(), threadIdx.x), ...);
     ptx::fence_async();
-    __syncthreads();
+    sync();
   }
 
   // ---- the same with mma.sync, by all threads and waited for ----
