@@ -48,7 +48,7 @@ template <typename T> struct Launcher {
     using Shared = WalkShared<STAGES, QUERIES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
-    if (const int status = grid(walk_blocks(walks), 128, sizeof(Shared), &c)) return status;
+    if (const int status = grid(walk_blocks(walks), WGMMA ? 256 : 128, sizeof(Shared), &c)) return status;
     return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES>>(c, optin, p, b, maps, walks, forward, reverse);
   }
   // With a multiprocessor each, blocks have room for two chunks of everything.

@@ -26,7 +26,8 @@ template <int STAGES, int QUERIES> struct WalkShared {
   Stage stage[STAGES];
   Queries queries[QUERIES];
   uint8_t image[kStateBytes];        // of the state
-  uint64_t barriers[2 + QUERIES];    // of the stages, of the queries: chunks that have arrived
+  // Of the stages, then of the queries: copies that have arrived, and those that four warps have read.
+  uint64_t full[2 + QUERIES], empty[2 + QUERIES];
 };
 
 // The stretch of a block.
@@ -38,7 +39,7 @@ struct Stretch {
   int64_t place;     // of `begin`
 };
 
-// A walk's pieces that both directions have. With wgmma chunks come by the copy engine.
+// A walk's pieces that both directions have. With wgmma a warp of its own has the copy engine bring chunks.
 template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   using Shared = WalkShared<STAGES, QUERIES>;
   using Stage = typename Shared::Stage;
@@ -57,16 +58,20 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   __device__ __forceinline__ void load_box(uint8_t *to, const CUtensorMap &map, int column, int head, int i, uint32_t barrier) const {
     ptx::copy_box(ptx::shared_address(to), &map, column, head, static_cast<int>(first(i)), p.common.seqs.cu_seqlens ? 0 : s.n, barrier);
   }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return ptx::shared_address(&shared.barriers[i]); }
+  __device__ __forceinline__ uint32_t full(int i) const { return ptx::shared_address(&shared.full[i]); }
+  __device__ __forceinline__ uint32_t empty(int i) const { return ptx::shared_address(&shared.empty[i]); }
+  __device__ __forceinline__ static void sync() {
+    if constexpr (WGMMA) ptx::group_barrier<128>(1);
+    else __syncthreads();
+  }
 
   // Copies for the chain of chunk i; `values` is v or dO. A group, empty past the end.
   __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values, const CUtensorMap &map) const {
     const bool there = i >= s.begin && i < s.end;
     const int row0 = s.tile * kTileRows;
     if constexpr (WGMMA) {
-      if (!there || thread != 0) return;
       Stage &to = stage(step);
-      const uint32_t full = barrier(step % 2);
+      const uint32_t full = this->full(step % 2);
       const Record &r = buffers.records[index(i)];
       ptx::barrier_expect(full, 3 * kTileBytes + kImageBytes + sizeof(WalkFactors));
       for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, s.key_head, i, full);
@@ -92,8 +97,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   __device__ __forceinline__ void load_queries(int step, int i) const {
     auto &to = queries(step);
     if constexpr (WGMMA) {
-      if (thread != 0 || i < s.begin) return;
-      const uint32_t full = barrier(2 + step % QUERIES);
+      const uint32_t full = this->full(2 + step % QUERIES);
       ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
       for (int h = 0; h < 2; ++h) load_box(to.q + h * kTileBytes, maps.q, 64 * h, s.key_head, i, full);
       ptx::copy_bulk(ptx::shared_address(to.attention), buffers.records[index(i)].attention, kImageBytes, full);
@@ -108,11 +112,11 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   // Until the chunk of a step is there, NEXT groups of copies being behind it.
   template <int NEXT> __device__ __forceinline__ void wait_for_chain(int step, int i) const {
     if constexpr (WGMMA) {
-      ptx::barrier_wait(barrier(step % 2), step / 2 % 2);
+      ptx::barrier_wait(full(step % 2), step / 2 % 2);
       if (count(i) < kChunk) {
         clear_rows<2, 128>(stage(step).k, count(i), thread), clear_rows<1, 128>(stage(step).values, count(i), thread);
         ptx::fence_async();
-        __syncthreads();
+        sync();
       }
     } else {
       ptx::copy_async_wait<NEXT>();
@@ -121,21 +125,43 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   }
   template <int NEXT> __device__ __forceinline__ void wait_for_queries(int step, int i) const {
     if constexpr (WGMMA) {
-      ptx::barrier_wait(barrier(2 + step % QUERIES), step / QUERIES % 2);
+      ptx::barrier_wait(full(2 + step % QUERIES), step / QUERIES % 2);
       if (count(i) < kChunk) {
         clear_rows<2, 128>(queries(step).q, count(i), thread);
         ptx::fence_async();
-        __syncthreads();
+        sync();
       }
     } else {
       ptx::copy_async_wait<NEXT>();
       __syncthreads();
     }
   }
-  // The next copies go where this chunk was.
-  __device__ __forceinline__ void chunk_is_done() const {
+  // The next copies go where this chunk was: a warp has read what it needs.
+  __device__ __forceinline__ void chunk_is_done(int step) const {
     ptx::fence_async();
-    __syncthreads();
+    if constexpr (WGMMA) {
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(empty(step % 2));
+    } else {
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ void queries_are_done(int step) const {
+    __syncwarp();
+    if (WGMMA && lane == 0) ptx::barrier_arrive(empty(2 + step % QUERIES));
+  }
+
+  // The copies of a walk, by one thread.
+  __device__ __forceinline__ void copy_chunks(bool is_reverse) const {
+    for (int step = 0; step < s.end - s.begin; ++step) {
+      const int i = is_reverse ? s.end - 1 - step : s.begin + step;
+      if (step >= 2) ptx::barrier_wait(empty(step % 2), (step / 2 - 1) % 2);
+      if (is_reverse) load_chain(step, i, p.d_o, maps.d_o);
+      else load_chain(step, i, p.v, maps.v);
+      if (!is_reverse) continue;
+      if (step >= QUERIES) ptx::barrier_wait(empty(2 + step % QUERIES), (step / QUERIES - 1) % 2);
+      load_queries(step, i);
+    }
   }
 
   // The warp's rows of a state to its image in the workspace.
@@ -184,12 +210,14 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
-  if (STAGES == 2) w.load_chain(0, w.s.begin, w.p.v, w.maps.v);
+  if (!WGMMA && STAGES == 2) w.load_chain(0, w.s.begin, w.p.v, w.maps.v);
   for (int i = w.s.begin; i < w.s.end; ++i) {
     // Wait for the chunk.
     const int step = i - w.s.begin;
-    if (STAGES == 2) w.load_chain(step + 1, i + 1, w.p.v, w.maps.v);
-    else w.load_chain(0, i, w.p.v, w.maps.v);
+    if (!WGMMA) {
+      if (STAGES == 2) w.load_chain(step + 1, i + 1, w.p.v, w.maps.v);
+      else w.load_chain(0, i, w.p.v, w.maps.v);
+    }
     w.template wait_for_chain<STAGES == 2 ? 1 : 0>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
@@ -251,7 +279,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
       }
     }
     wait<WGMMA>(state, half);
-    w.chunk_is_done();
+    w.chunk_is_done(step);
   }
   w.end(state, walk.to);
 }
@@ -276,15 +304,15 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
-  if (STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
-  if (WGMMA) w.load_queries(0, w.s.end - 1);
+  if (!WGMMA && STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
   for (int i = w.s.end - 1; i >= w.s.begin; --i) {
     // Wait for the chunk.
     const int step = w.s.end - 1 - i;
-    if (STAGES == 1) w.load_chain(0, i, w.p.d_o, w.maps.d_o);
-    if (!WGMMA) w.load_queries(step, i);
-    if (QUERIES == 2) w.load_queries(step + 1, i - 1);
-    if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o, w.maps.d_o);
+    if (!WGMMA) {
+      if (STAGES == 1) w.load_chain(0, i, w.p.d_o, w.maps.d_o);
+      w.load_queries(step, i);
+      if (STAGES == 2) w.load_chain(step + 1, i - 1, w.p.d_o, w.maps.d_o);
+    }
     w.template wait_for_chain<STAGES == 2 ? 2 : 1>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
@@ -317,7 +345,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     multiply<__half, WGMMA, true>(y, half, ptx::shared_address(stage.inverse), false, lane);
     wait<WGMMA>(y, half, out);
     wait<WGMMA>(state);
-    if (WGMMA && QUERIES == 1) __syncthreads(), w.load_queries(step + 1, i - 1);    // where this chunk's were
+    w.queries_are_done(step);
     add_rounded(x, half, y, scales.up);
     chunk::scale_columns(x, f.beta, lane);
     chunk::pack_out<T>(out, x);
@@ -331,13 +359,13 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     chunk::take_out<T>(values, warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
                        w.p.common.head_v - row);
     wait<WGMMA>(state, half);
-    w.chunk_is_done();
+    w.chunk_is_done(step);
   }
   w.end(state, walk.to);
 }
 
 template <typename T, bool WGMMA, int STAGES, int QUERIES>
-__global__ void __launch_bounds__(128, QUERIES == 1 ? 2 : 1)
+__global__ void __launch_bounds__(WGMMA ? 256 : 128, QUERIES == 1 ? 2 : 1)
 walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
             const __grid_constant__ Walks walks, const Span forward, const Span reverse) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
@@ -364,10 +392,16 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
                                       walks.v_tiles};
   if constexpr (WGMMA) {
     if (thread == 0) {
-      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.barrier(i), 1);
+      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 4);
       ptx::barriers_initialised();
     }
     __syncthreads();
+    if (thread >= 128) {
+      if (QUERIES == 1) fewer_registers<24>();
+      if (thread == 128) w.copy_chunks(is_reverse);
+      return;
+    }
+    if (QUERIES == 1) more_registers<232>();
   }
   if (is_reverse) walk_reverse<T, WGMMA>(w, walks.reverse);
   else walk_forward<T, WGMMA>(w, walks.forward);
