@@ -117,8 +117,9 @@ def check_packing(lib, args):
     """Packed sequences leave the bits that each leaves alone; one of NaN changes no other."""
     lens = [65, 2, 0, 130, 1, 64]
     kinds = [("conv", lib.gdn_conv_backward, lambda lens: Conv(lens, 264, 4, packed=True), None)]
-    for algo in algos_here(lib, dict(lens=lens, hk=1, hv=2)):
-        kinds.append((f"rule {NAMES[algo]}", lib.gdn_rule_backward, lambda lens: Rule(lens, hk=1, hv=2, packed=True), algo))
+    for k, v in ((128, 128), (96, 192)):
+        for algo in algos_here(lib, dict(lens=lens, hk=1, hv=2, k=k, v=v)):
+            kinds.append((f"rule {NAMES[algo]} {k} {v}", lib.gdn_rule_backward, lambda lens, k=k, v=v: Rule(lens, hk=1, hv=2, k=k, v=v, packed=True), algo))
     for name, run, make, algo in kinds:
         packed = prepare(lib, make(lens), algo)
         together = left(lib, packed, run)
