@@ -170,19 +170,21 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     }
     add_scaled(d_k, x, factor, shared.k, sums.earlier);
     product = group_sum(product);
-    if (me.lane == 0) shared.states[4 * me.group + me.warp] = product;
+    if (me.lane == 0) shared.states[this->buffer][4 * me.group + me.warp] = product;
     return sums;
   }
 
-  // From the sums over heads to the gradient of raw rows, in the place of these.
-  __device__ __forceinline__ void finish_rows(float (&x)[8][4], uint8_t *raw, const float *norms, float *sums, const gdn_heads &to) const {
+  // Sums of rows over this warpgroup's columns, with the norm.
+  __device__ __forceinline__ void sum_rows(const float (&x)[8][4], const uint8_t *raw, float *sums) const {
     const Here me;
-    if (p.common.l2norm) {
-      const float2 own = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
-      float *to_sums = sums + kChunk * me.group + me.row;
-      if (me.lane % 4 == 0) to_sums[0] = own.x, to_sums[8] = own.y;
-    }
-    sync();    // all products with raw rows are done
+    if (!p.common.l2norm) return;
+    const float2 own = row_products<T>(x, me.own_half(raw), me.warp, me.lane);
+    float *to = sums + kChunk * me.group + me.row;
+    if (me.lane % 4 == 0) to[0] = own.x, to[8] = own.y;
+  }
+  // From the sums over heads to the gradient of raw rows, in the place of these.
+  __device__ __forceinline__ void finish_rows(const float (&x)[8][4], uint8_t *raw, const float *norms, const float *sums, const gdn_heads &to) const {
+    const Here me;
     float factor[2] = {0.f, 0.f};
     if (p.common.l2norm)
 #pragma unroll
@@ -243,6 +245,23 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
   }
 }
 
+// The warp that sums gradients of log decays, with wgmma.
+template <typename T, int TILES, int PARTS>
+__device__ __forceinline__ void sum_decays(const gdn_rule_backward_params &p, const Buffers &buffers, const Maps &maps, const Work &work,
+                                           GradientShared<true> &s) {
+  for (int i = 0;; ++i) {
+    const int buffer = i % 2;
+    const Step &step = s.steps[buffer];
+    const Gradients<T, true, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer};
+    ptx::barrier_wait(g.full(buffer), i / 2 % 2);
+    if (!step.there) return;
+    ptx::barrier_wait(g.summed(buffer), i / 2 % 2);
+    g.finish_decays();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(buffer));
+  }
+}
+
 // In a kernel function every part has a label.
 template <typename T, bool WGMMA, int TILES, int PARTS>
 __global__ void __launch_bounds__(GradientShared<WGMMA>::kThreads, 1)
@@ -263,18 +282,20 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   }
   if (WGMMA && threadIdx.x == 0) {
     for (int i = 0; i < kStepBarriers; ++i)
-      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), 1);
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : 1);
+    for (int i = 0; i < 2; ++i) ptx::barrier_init(ptx::shared_address(&s.summed[i]), 1);
     ptx::barriers_initialised();
   }
   ptx::fence_async();
   __syncthreads();
   if constexpr (WGMMA) {
     if (threadIdx.x >= 256) {
-      fewer_registers<24>();
+      fewer_registers<40>();
       if (threadIdx.x < 256 + 32) copy_steps<T, TILES, PARTS>(p, buffers, maps, span, work, s);
+      else if (threadIdx.x < 256 + 64) sum_decays<T, TILES, PARTS>(p, buffers, maps, work, s);
       return;
     }
-    more_registers<240>();
+    more_registers<232>();
   }
   float d_q[8][4] = {}, d_k[8][4] = {};
   for (int i = 0, n = 0;; ++i) {
@@ -300,8 +321,9 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     g.make_matrix(sums);
     ptx::fence_async();
     g.sync();
+    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.summed(buffer));
     g.add_matrices(d_q, d_k);
-    g.finish_decays();
+    if (!WGMMA && threadIdx.x < 32) g.finish_decays();
     wait<WGMMA>(d_q), wait<WGMMA>(d_k);
     const bool is_last = step.part + 1 == PARTS && step.head + 1 == work.heads;
     ptx::fence_async();
@@ -309,6 +331,8 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     // The sums over heads.
     if (is_last) {
       float *own = reinterpret_cast<float *>(g.tiles().update);
+      g.sum_rows(d_q, s.q, own), g.sum_rows(d_k, s.k, own + 2 * kChunk);
+      g.sync();    // all products with raw rows are done
       g.finish_rows(d_q, s.q, g.factors().q_norm, own, p.d_q);
       g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
       set_to_zero(d_q), set_to_zero(d_k);

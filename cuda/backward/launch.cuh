@@ -41,23 +41,26 @@ template <typename T> struct Launcher {
     return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
   }
 
-  int64_t walk_blocks(const Walks &walks) const {
-    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles * (walks.forward.on + walks.reverse.on);
+  int64_t walk_blocks(const Walks &walks, int tiles) const {
+    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * ceil_div(walks.v_tiles, tiles) * (walks.forward.on + walks.reverse.on);
   }
-  template <bool WGMMA, int STAGES, int QUERIES> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
-    using Shared = WalkShared<STAGES, QUERIES>;
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+    using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
-    if (const int status = grid(walk_blocks(walks), WGMMA ? 256 : 128, sizeof(Shared), &c)) return status;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES>>(c, optin, p, b, maps, walks, forward, reverse);
+    if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks, forward, reverse);
   }
-  // With a multiprocessor each, blocks have room for two chunks of everything.
+  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors.
   int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
     const Walks walks = {f, r, v_tiles()};
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
-    if (wgmma) return walk_blocks(walks) <= sms ? walk_as<true, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
-    return static_cast<int64_t>(sizeof(WalkShared<2, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
+    if (wgmma) {
+      if (walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks, forward, reverse);
+      return walks.v_tiles > 1 ? walk_as<true, 2, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
+    }
+    return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
                                                                    : walk_as<false, 1, 1>(b, walks, forward, reverse);
   }
 

@@ -36,7 +36,7 @@ struct Step {
 // What a copy waits for, and who waits for it: the buffers of steps in turn, dS, and raw q and k.
 enum StepBarrier { kOfGradients = 2, kOfRaw = 3, kStepBarriers = 4 };
 
-// With wgmma a warp of its own copies the next step while one is at work; else every card has room for a block, whose dS takes the place
+// With wgmma a warp of its own copies the next step while one is at work, and another sums the gradients of log decays; else every card has room for a block, whose dS takes the place
 // of S.
 template <bool WGMMA> struct GradientShared {
   static constexpr int kBuffers = WGMMA ? 2 : 1;
@@ -47,8 +47,8 @@ template <bool WGMMA> struct GradientShared {
   std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
   alignas(16) TokenFactors tokens[kBuffers];
   Step steps[kBuffers];
-  float states[8];         // S dS, by warp
-  uint64_t full[kStepBarriers], empty[kStepBarriers];
+  float states[kBuffers][8];    // S dS, by warp
+  uint64_t full[kStepBarriers], empty[kStepBarriers], summed[2];    // `summed`: what the gradients of log decays are sums of
 };
 static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
 static_assert(sizeof(GradientShared<true>) <= 227 * 1024, "a shape for sm_90");
@@ -124,6 +124,8 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
   __device__ __forceinline__ float scale_of_update(int column_16) const { return factors().updates[4 * first_tile() + column_16]; }
   __device__ __forceinline__ uint32_t full(int i) const { return tile(&shared.full[i]); }
   __device__ __forceinline__ uint32_t empty(int i) const { return tile(&shared.empty[i]); }
+
+  __device__ __forceinline__ uint32_t summed(int i) const { return tile(&shared.summed[i]); }
 
   // Of the threads that compute.
   __device__ __forceinline__ static void sync() {

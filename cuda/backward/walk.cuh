@@ -1,7 +1,7 @@
 // The two serial parts of the backward pass: states along the chunks, and gradients of states against them.
 //
-// A block owns 64 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of its segment. Both walks
-// are in one launch, since neither needs the other.
+// A block owns 64 or 128 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of its segment. Both
+// walks are in one launch, since neither needs the other.
 #pragma once
 
 #include "maps.h"
@@ -11,11 +11,11 @@
 namespace gdn {
 namespace backward {
 
-// STAGES of what the chain of products needs, QUERIES of what only the reverse walk needs beside it.
-template <int STAGES, int QUERIES> struct WalkShared {
+// STAGES of what the chain of products needs, QUERIES of what only the reverse walk needs beside it, TILES of 64 value rows.
+template <int STAGES, int QUERIES, int TILES> struct WalkShared {
   struct Stage {
     alignas(1024) uint8_t k[2 * kTileBytes];
-    uint8_t values[kTileBytes];    // v or dO, then U or dV on their way out
+    uint8_t values[TILES][kTileBytes];    // v or dO, then U or dV on their way out
     uint8_t inverse[kImageBytes];
     WalkFactors factors;
   };
@@ -25,12 +25,12 @@ template <int STAGES, int QUERIES> struct WalkShared {
   };
   Stage stage[STAGES];
   Queries queries[QUERIES];
-  uint8_t image[kStateBytes];        // of the state
-  // Of the stages, then of the queries: copies that have arrived, and those that four warps have read.
+  uint8_t image[TILES][kStateBytes];    // of the state
+  // Of the stages, then of the queries: copies that have arrived, and those that all warps have read.
   uint64_t full[2 + QUERIES], empty[2 + QUERIES];
 };
 
-// The stretch of a block.
+// The stretch of a warpgroup.
 struct Stretch {
   Tokens seq;
   int n, head, tile;
@@ -40,15 +40,15 @@ struct Stretch {
 };
 
 // A walk's pieces that both directions have. With wgmma a warp of its own has the copy engine bring chunks.
-template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
-  using Shared = WalkShared<STAGES, QUERIES>;
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Walker {
+  using Shared = WalkShared<STAGES, QUERIES, TILES>;
   using Stage = typename Shared::Stage;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
   const Stretch s;
-  const int thread, warp, lane, v_tiles;
+  const int group, thread, warp, lane, v_tiles;    // thread and warp of its warpgroup
 
   __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
   __device__ __forceinline__ int count(int i) const { return s.seq.count - i * kChunk; }
@@ -60,10 +60,11 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
   }
   __device__ __forceinline__ uint32_t full(int i) const { return ptx::shared_address(&shared.full[i]); }
   __device__ __forceinline__ uint32_t empty(int i) const { return ptx::shared_address(&shared.empty[i]); }
-  __device__ __forceinline__ static void sync() {
-    if constexpr (WGMMA) ptx::group_barrier<128>(1);
+  __device__ __forceinline__ void sync() const {
+    if constexpr (WGMMA) ptx::group_barrier<128>(1 + group);
     else __syncthreads();
   }
+  __device__ __forceinline__ int tiles_here() const { return min(TILES, v_tiles - s.tile); }    // of the block, by its first warpgroup
 
   // Copies for the chain of chunk i; `values` is v or dO. A group, empty past the end.
   __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values, const CUtensorMap &map) const {
@@ -73,9 +74,9 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
       Stage &to = stage(step);
       const uint32_t full = this->full(step % 2);
       const Record &r = buffers.records[index(i)];
-      ptx::barrier_expect(full, 3 * kTileBytes + kImageBytes + sizeof(WalkFactors));
+      ptx::barrier_expect(full, (2 + tiles_here()) * kTileBytes + kImageBytes + sizeof(WalkFactors));
       for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, s.key_head, i, full);
-      load_box(to.values, map, row0, s.head, i, full);
+      for (int t = 0; t < tiles_here(); ++t) load_box(to.values[t], map, row0 + t * kTileRows, s.head, i, full);
       ptx::copy_bulk(ptx::shared_address(to.inverse), r.inverse, kImageBytes, full);
       ptx::copy_bulk(ptx::shared_address(&to.factors), &r.walk, sizeof(WalkFactors), full);
       return;
@@ -84,7 +85,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
       Stage &to = stage(step);
       chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), s.key_head), p.k.token_stride, count(i),
                                           p.common.head_k, thread);
-      chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
+      chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values[0]), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
                                   count(i), p.common.head_v - row0, thread);
       const Record &r = buffers.records[index(i)];
       chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.inverse), r.inverse, thread);
@@ -114,7 +115,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
     if constexpr (WGMMA) {
       ptx::barrier_wait(full(step % 2), step / 2 % 2);
       if (count(i) < kChunk) {
-        clear_rows<2, 128>(stage(step).k, count(i), thread), clear_rows<1, 128>(stage(step).values, count(i), thread);
+        clear_rows<2, 128>(stage(step).k, count(i), thread), clear_rows<1, 128>(stage(step).values[group], count(i), thread);
         ptx::fence_async();
         sync();
       }
@@ -151,7 +152,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
     if (WGMMA && lane == 0) ptx::barrier_arrive(empty(2 + step % QUERIES));
   }
 
-  // The copies of a walk, by one thread.
+  // The copies of a walk, by one thread with the stretch of the first warpgroup.
   __device__ __forceinline__ void copy_chunks(bool is_reverse) const {
     for (int step = 0; step < s.end - s.begin; ++step) {
       const int i = is_reverse ? s.end - 1 - step : s.begin + step;
@@ -166,7 +167,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
 
   // The warp's rows of a state to its image in the workspace.
   __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int i) const {
-    const uint32_t rows = ptx::shared_address(shared.image) + 2048 * warp;
+    const uint32_t rows = ptx::shared_address(shared.image[group]) + 2048 * warp;
     uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + (WGMMA ? 0 : 16 * lane);
     if constexpr (WGMMA) {
       if (lane == 0) ptx::stores_read();    // the image before
@@ -205,8 +206,8 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES> struct Walker {
 };
 
 // U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
-template <typename T, bool WGMMA, int STAGES, int QUERIES>
-__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES> &w, const Walk &walk) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
+__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
@@ -220,7 +221,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     }
     w.template wait_for_chain<STAGES == 2 ? 1 : 0>(step, i);
     const auto &stage = w.stage(step);
-    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
+    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values[w.group]);
     const WalkFactors &f = stage.factors;
 
     // The updates.
@@ -299,8 +300,8 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 }
 
 // dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
-template <typename T, bool WGMMA, int STAGES, int QUERIES>
-__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES> &w, const Walk &walk) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
+__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w, const Walk &walk) {
   float state[16][4] = {};
   w.begin(state, walk.from);
   const int warp = w.warp, lane = w.lane;
@@ -315,7 +316,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     }
     w.template wait_for_chain<STAGES == 2 ? 2 : 1>(step, i);
     const auto &stage = w.stage(step);
-    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values);
+    const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values[w.group]);
     const uint32_t queries = ptx::shared_address(w.queries(step).q), attention = ptx::shared_address(w.queries(step).attention);
     const WalkFactors &f = stage.factors;
 
@@ -364,22 +365,27 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
   w.end(state, walk.to);
 }
 
-template <typename T, bool WGMMA, int STAGES, int QUERIES>
-__global__ void __launch_bounds__(WGMMA ? 256 : 128, QUERIES == 1 ? 2 : 1)
+// Warpgroups that compute, and one of which a warp copies.
+template <bool WGMMA, int TILES> constexpr int kWalkThreads = WGMMA ? 128 * (TILES + 1) : 128;
+
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
+__global__ void __launch_bounds__(kWalkThreads<WGMMA, TILES>, QUERIES == 1 ? 2 : 1)
 walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
             const __grid_constant__ Walks walks, const Span forward, const Span reverse) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
-  using Shared = WalkShared<STAGES, QUERIES>;
+  using Shared = WalkShared<STAGES, QUERIES, TILES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   ptx::grid_dependency_wait();
   // The longer walk first.
-  const unsigned blocks = static_cast<unsigned>(p.common.seqs.num_seqs) * p.common.num_v_heads * walks.v_tiles;
+  const unsigned each_head = (walks.v_tiles + TILES - 1) / TILES;
+  const unsigned blocks = static_cast<unsigned>(p.common.seqs.num_seqs) * p.common.num_v_heads * each_head;
   const bool is_reverse = walks.reverse.on && blockIdx.x < blocks;
   unsigned block = is_reverse || !walks.reverse.on ? blockIdx.x : blockIdx.x - blocks;
   const Span &span = is_reverse ? reverse : forward;
   Stretch s;
-  s.tile = static_cast<int>(block % walks.v_tiles);
-  block /= walks.v_tiles;
+  const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES;
+  s.tile = static_cast<int>(block % each_head) * TILES + group;
+  block /= each_head;
   s.head = static_cast<int>(block % p.common.num_v_heads);
   s.n = static_cast<int>(block / p.common.num_v_heads);
   const int each = p.common.num_v_heads / p.common.num_k_heads;
@@ -387,21 +393,24 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   s.seq = tokens_of(p.common.seqs, s.n);
   s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
   s.place = first_place(p.common.seqs, span, s.n);
-  const int thread = threadIdx.x;
-  const Walker<T, WGMMA, STAGES, QUERIES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, thread, thread / 32, thread % 32,
-                                      walks.v_tiles};
+  const int thread = threadIdx.x % 128;
+  const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, group, thread, thread / 32,
+                                                      thread % 32, walks.v_tiles};
   if constexpr (WGMMA) {
-    if (thread == 0) {
-      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 4);
+    // The first thread behind the warpgroups that compute has the first one's stretch.
+    if (threadIdx.x == 32 * warps) {
+      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 4 * w.tiles_here());
       ptx::barriers_initialised();
     }
     __syncthreads();
-    if (thread >= 128) {
-      if (QUERIES == 1) fewer_registers<24>();
-      if (thread == 128) w.copy_chunks(is_reverse);
+    constexpr bool kSetRegisters = QUERIES == 1 || TILES > 1;    // else each thread may have all
+    if (threadIdx.x >= 32 * warps) {
+      if (kSetRegisters) fewer_registers<24>();
+      if (threadIdx.x == 32 * warps) w.copy_chunks(is_reverse);
       return;
     }
-    if (QUERIES == 1) more_registers<232>();
+    if (kSetRegisters) more_registers<TILES == 1 ? 232 : 240>();
+    if (s.tile >= walks.v_tiles) return;
   }
   if (is_reverse) walk_reverse<T, WGMMA>(w, walks.reverse);
   else walk_forward<T, WGMMA>(w, walks.forward);
