@@ -218,8 +218,7 @@ typedef struct gdn_rule_backward_params {
   void *workspace;
   int64_t workspace_bytes;
   int32_t recompute;       // states of fewer chunks at a time: less workspace, more time
-  int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass, head_v
-                           // up to 128
+  int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass
 } gdn_rule_backward_params;
 int gdn_rule_backward(const gdn_rule_backward_params *params, cudaStream_t stream);
 int gdn_rule_backward_choice(const gdn_rule_backward_params *params, int32_t *algo);

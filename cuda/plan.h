@@ -118,7 +118,7 @@ inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
   const gdn_common &c = p.common;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.d_o, &p.d_q, &p.d_k, &p.d_v})
     if (!aligned_rows(*x, 8, c.io_dtype)) return false;
-  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v <= 128 && c.head_v % 8 == 0 &&
+  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v % 8 == 0 &&
          aligned(c.state_in, 8) && aligned(p.d_state_out, 8) && aligned(p.d_state_in, 8);
 }
 

@@ -41,38 +41,43 @@ template <typename T> struct Launcher {
     return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
   }
 
-  int64_t walk_blocks(const Walks &walks) const {
-    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * walks.v_tiles * (walks.forward.on + walks.reverse.on);
+  int64_t walk_blocks(const Walks &walks, int tiles) const {
+    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * ceil_div(walks.v_tiles, tiles) * (walks.forward.on + walks.reverse.on);
   }
-  template <bool WGMMA, int STAGES, int QUERIES> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
-    using Shared = WalkShared<STAGES, QUERIES>;
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+    using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
-    if (const int status = grid(walk_blocks(walks), 128, sizeof(Shared), &c)) return status;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES>>(c, optin, p, b, maps, walks, forward, reverse);
+    if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks, forward, reverse);
   }
-  // With a multiprocessor each, blocks have room for two chunks of everything.
+  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors.
   int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
     const Walks walks = {f, r, v_tiles()};
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
-    if (wgmma) return walk_blocks(walks) <= sms ? walk_as<true, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
-    return static_cast<int64_t>(sizeof(WalkShared<2, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
+    if (wgmma) {
+      if (walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks, forward, reverse);
+      return walks.v_tiles > 1 ? walk_as<true, 2, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
+    }
+    return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
                                                                    : walk_as<false, 1, 1>(b, walks, forward, reverse);
   }
 
-  template <bool WGMMA, int TILES> int gradients_as(const Span &span, const Buffers &b) const {
+  template <bool WGMMA, int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
     LaunchConfig c;
-    if (const int status = grid(blocks, 256, sizeof(GradientShared<WGMMA>), &c)) return status;
-    return launch_allowed<gradients_kernel<T, WGMMA, TILES>>(c, optin, p, b, maps, span, items);
+    if (const int status = grid(blocks, GradientShared<WGMMA>::kThreads, sizeof(GradientShared<WGMMA>), &c)) return status;
+    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
+    return launch_allowed<gradients_kernel<T, WGMMA, TILES, PARTS>>(c, optin, p, b, maps, span, work);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1>(span, b) : gradients_as<false, 1>(span, b);
-    return wgmma ? gradients_as<true, 2>(span, b) : gradients_as<false, 2>(span, b);
+    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1, 1>(span, b) : gradients_as<false, 1, 1>(span, b);
+    if (v_tiles() == 2) return wgmma ? gradients_as<true, 2, 1>(span, b) : gradients_as<false, 2, 1>(span, b);
+    return wgmma ? gradients_as<true, 2, 2>(span, b) : gradients_as<false, 2, 2>(span, b);    // head_v <= 256
   }
 
   int all() const {

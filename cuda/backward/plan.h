@@ -40,6 +40,12 @@ struct Walks {
   int32_t v_tiles;      // blocks a head
 };
 
+// Of the gradients kernel.
+struct Work {
+  uint32_t items;     // places and key heads
+  int32_t heads;      // value heads a key head
+};
+
 struct Schedule {
   int32_t segments;
   int64_t places;       // of a segment

@@ -58,6 +58,7 @@ __device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, i
     for (int w = 0; w < 3; ++w) to.until[w][t] = lane < 8 * w + 8 ? chunk::exp2_fast(end[w] - c[i]) : 0.f;
   }
   if (lane == 0) to.decay = chunk::exp2_fast(last);
+  if (lane < kUpdateScales) tokens.updates[lane] = 0.f;    // where there are value rows the walk writes others
 }
 
 // Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T: of columns alone, of rows times beta.

@@ -151,17 +151,25 @@ __device__ __forceinline__ void add_rounded(float (&x)[N][4], const uint32_t (&a
       x[t][2 * i + 1] = fmaf(y[t][2 * i + 1] - near.y, up[i], x[t][2 * i + 1]);
     }
 }
-// to_scaled_operand() of an operand.
-template <typename T, int KS> __device__ __forceinline__ RowScales to_scaled_operand(uint32_t (&to)[KS][4], const uint32_t (&a)[KS][4]) {
-  float most[2] = {0.f, 0.f};
+// Of each half the larger one of m and |x|.
+template <typename T> __device__ __forceinline__ uint32_t max_abs2(uint32_t m, uint32_t x) {
+  uint32_t y;
+  if constexpr (std::is_same_v<T, __half>) asm("{\n.reg .b32 a;\nabs.f16x2 a, %2;\nmax.f16x2 %0, %1, a;\n}" : "=r"(y) : "r"(m), "r"(x));
+  else asm("{\n.reg .b32 a;\nabs.bf16x2 a, %2;\nmax.bf16x2 %0, %1, a;\n}" : "=r"(y) : "r"(m), "r"(x));
+  return y;
+}
+template <typename T, int KS> __device__ __forceinline__ RowScales scales_of_operand(const uint32_t (&a)[KS][4]) {
+  uint32_t most[2] = {0, 0};
 #pragma unroll
   for (int k = 0; k < KS; ++k)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      const float2 x = chunk::unpack2<T>(a[k][c]);
-      most[c % 2] = fmaxf(most[c % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
-    }
-  const RowScales s = scales_of_rows(most[0], most[1]);
+    for (int c = 0; c < 4; ++c) most[c % 2] = max_abs2<T>(most[c % 2], a[k][c]);
+  const float2 top = chunk::unpack2<T>(most[0]), low = chunk::unpack2<T>(most[1]);
+  return scales_of_rows(fmaxf(top.x, top.y), fmaxf(low.x, low.y));
+}
+// to_scaled_operand() of an operand.
+template <typename T, int KS> __device__ __forceinline__ RowScales to_scaled_operand(uint32_t (&to)[KS][4], const uint32_t (&a)[KS][4]) {
+  const RowScales s = scales_of_operand<T>(a);
 #pragma unroll
   for (int k = 0; k < KS; ++k)
 #pragma unroll

@@ -16,6 +16,8 @@ using chunk::kTileBytes;
 
 constexpr int kKeys = 128;                          // columns of a state; those past head_k are zero
 constexpr int kTileRows = 64;                       // value rows of a block of a walk
+constexpr int kPartTiles = 2;                       // so many times these are those of a step of the gradients kernel
+constexpr int kUpdateScales = 256 / 16;             // head_v is at most 256
 constexpr int kStateBytes = 2 * kTileBytes;         // so many rows of a state, as two tiles side by side
 
 // Factors of the tokens of a chunk in the order of chunk::factor_at(), c being the running sum of the log decay.
@@ -39,7 +41,7 @@ struct TokenFactors {
   float c[kChunk];    // to base 2
   float beta[kChunk];
   float k_norm[kChunk], q_norm[kChunk];    // reciprocal
-  float updates[8];                        // powers of two, which 16 columns each of U / beta are divided by in f16; from the forward walk
+  float updates[kUpdateScales];            // powers of two, which 16 columns each of U / beta are divided by in f16; from the forward walk
 };
 
 // Of a chunk and a value head. Matrices are images of tiles in f16, a row for a token i, a column for a token j; zero above the diagonal.
@@ -62,30 +64,30 @@ template <int TILES, int THREADS> __device__ __forceinline__ void clear_rows(uin
     *reinterpret_cast<uint4 *>(tiles + i / pieces * kTileBytes + count * 128 + i % pieces * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// The tensor that holds U of a value head in the place of its gradient (updates_in_place()).
-__device__ __forceinline__ const gdn_heads &updates_of(const gdn_rule_backward_params &p, int head) {
-  return head % (p.common.num_v_heads / p.common.num_k_heads) == 0 ? p.d_q : p.d_k;
-}
+// The tensor that holds U of a value head, the so manieth of its key head, in the place of its gradient (updates_in_place()).
+__device__ __forceinline__ const gdn_heads &updates_of(const gdn_rule_backward_params &p, int head) { return head == 0 ? p.d_q : p.d_k; }
 
 // ---- places ----
 
 __device__ __forceinline__ int chunks_of(const Tokens &seq) { return (seq.count + kChunk - 1) / kChunk; }
-__device__ __forceinline__ int begin_of(const Span &s, int chunks) {
-  return static_cast<int>(static_cast<int64_t>(chunks) * s.segment / s.segments);
+// In 32 bits, in which a division takes a fifth of the time: a sequence has fewer than 2^26 chunks, and a launch no more than 2^31 places.
+__device__ __forceinline__ int border_of(const Span &s, int chunks, int segment) {
+  return s.segments == 1 ? segment * chunks : static_cast<int>(static_cast<uint32_t>(chunks * segment) / static_cast<uint32_t>(s.segments));
 }
-__device__ __forceinline__ int end_of(const Span &s, int chunks) {
-  return static_cast<int>(static_cast<int64_t>(chunks) * (s.segment + 1) / s.segments);
+__device__ __forceinline__ int begin_of(const Span &s, int chunks) { return border_of(s, chunks, s.segment); }
+__device__ __forceinline__ int end_of(const Span &s, int chunks) { return border_of(s, chunks, s.segment + 1); }
+__device__ __forceinline__ int longest_segment(const Span &s, int chunks) {
+  return s.segments == 1 ? chunks : static_cast<int>(static_cast<uint32_t>(chunks + s.segments - 1) / static_cast<uint32_t>(s.segments));
 }
 
 // The first place of sequence n. Where sequences are packed each may leave a place or two unused, so that no sum over the
 // sequences before is needed (plan.h has the total).
 __device__ __forceinline__ int64_t first_place(const gdn_sequences &q, const Span &s, int n) {
   if (q.cu_seqlens == nullptr) {
-    const int chunks = (q.tokens_per_seq + kChunk - 1) / kChunk;
-    return static_cast<int64_t>(n) * ((chunks + s.segments - 1) / s.segments);
+    return static_cast<int64_t>(n) * longest_segment(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
   }
   const int64_t first = chunk::first_chunk(q, n);
-  return s.segments == 1 ? first : first / s.segments + n;
+  return s.segments == 1 ? first : static_cast<uint32_t>(first) / static_cast<uint32_t>(s.segments) + n;
 }
 
 // The chunk at a place, by all lanes of a warp.
@@ -97,8 +99,8 @@ struct Chunk {
 __device__ __forceinline__ Chunk chunk_at(const gdn_sequences &q, const Span &s, int64_t place) {
   Chunk y;
   if (q.cu_seqlens == nullptr) {
-    const int chunks = (q.tokens_per_seq + kChunk - 1) / kChunk;
-    y.n = static_cast<int>(place / ((chunks + s.segments - 1) / s.segments));
+    const int each = longest_segment(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
+    y.n = static_cast<int>(static_cast<uint32_t>(place) / static_cast<uint32_t>(each));
   } else {
     const int lane = threadIdx.x % 32;
     int low = 0, high = q.num_seqs;

@@ -18,26 +18,23 @@ struct WarpSums {
   float later[16], earlier[16];
 };
 
-template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, WGMMA, TILES> {
-  using Base = StepTiles<T, WGMMA, TILES>;
-  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::first, Base::head, Base::lower, Base::p,
+template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : StepTiles<T, WGMMA, TILES, PARTS> {
+  using Base = StepTiles<T, WGMMA, TILES, PARTS>;
+  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::head, Base::lower, Base::p,
       Base::scale_of_update, Base::shared, Base::step, Base::tile, Base::tiles;
+
+  // The 16 rows that a warp has of its warpgroup's matrix. Each block of rows has one of columns more than the one before: in the second
+  // warpgroup warps have them in reverse, so that all schedulers have as many.
+  __device__ __forceinline__ static int block_of(const Here &me) { return me.group == 0 ? me.warp : 3 - me.warp; }
 
   // The warp's rows of dO or dV for the product with U in f16: divided by a power of two a row, times that of U / beta; `up` takes both back.
   __device__ __forceinline__ void to_operand(uint32_t (&a)[8][4], float (&up)[2], uint32_t rows) const {
     const Here me;
-    load_rows(a, rows, 0, me.warp, me.lane);
-    float most[2] = {0.f, 0.f}, scale[8], largest = 0.f;
+    load_rows(a, rows, 0, block_of(me), me.lane);
+    float scale[8], largest = 0.f;
 #pragma unroll
-    for (int k = 0; k < 8; ++k) {
-      scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float2 x = chunk::unpack2<T>(a[k][c]);
-        most[c % 2] = fmaxf(most[c % 2], fmaxf(fabsf(x.x), fabsf(x.y)));
-      }
-    }
-    const RowScales s = scales_of_rows(most[0], most[1]);
+    for (int k = 0; k < 8; ++k) scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
+    const RowScales s = scales_of_operand<T>(a);
     const float one = largest > 0.f ? __fdividef(1.f, largest) : 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k)
@@ -51,7 +48,7 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
   }
 
   // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
-  // and X, its products with q k or k k below the diagonal, summed.
+  // and X, its products with q k or k k below the diagonal, summed. The diagonal of dV (U / beta)^T is beta d beta.
   __device__ __forceinline__ void make_matrix(const RowSums &rows) const {
     const Here me;
     const TokenFactors &f = factors();
@@ -59,38 +56,51 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
     const uint32_t left = tile(me.group == 0 ? tiles().d_out : tiles().d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
     const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
     const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
-    WarpSums &to = warp_sums(me.group, me.warp);
-    if (WGMMA) store_row_sums(to, rows, me);
+    WarpSums &to = warp_sums(me.group, block_of(me)), &of_rows = warp_sums(me.group, me.warp);
+    if (WGMMA) store_row_sums(of_rows, rows, me);
     float row_sums[2] = {0.f, 0.f};
     float2 inner[2], own[2];    // of columns of tile 4 half + lane / 8, of the warp's tokens
     float products_x[2][4][4], products_y[2][4][4];
     uint32_t operand[8][4];
     float up[2];
-    to_operand(operand, up, left);
     const auto multiply = [&](int half) {
       backward::multiply<__half, WGMMA, false>(products_x[half], operand, tile(tiles().update) + half * 4096, false, me.lane);
-      multiply_tiles<T, WGMMA, false, false, 8>(products_y[half], raw, tile(shared.k) + half * 4096, false, me.warp, me.lane);
     };
-    if (WGMMA) multiply(0), multiply(1);
+    if constexpr (WGMMA) {    // with raw rows first, while the others are converted
+      uint32_t raw_rows[8][4];
+      load_rows(raw_rows, raw, 0, block_of(me), me.lane);
+      for (int half = 0; half < 2; ++half)
+        backward::multiply<T, WGMMA, false>(products_y[half], raw_rows, tile(shared.k) + half * 4096, false, me.lane);
+      to_operand(operand, up, left);
+      wait<WGMMA>(products_y[0], raw_rows), wait<WGMMA>(products_y[1]);
+      multiply(0), multiply(1);
+    } else {
+      to_operand(operand, up, left);
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float(&x)[4][4] = products_x[half], (&y)[4][4] = products_y[half], columns[8];
-      if (!WGMMA) multiply(half);
-      if (half == 0) wait<WGMMA, 2>(x), wait<WGMMA, 2>(y);
-      else wait<WGMMA>(x, operand), wait<WGMMA>(y);
+      if (!WGMMA) {
+        multiply(half);
+        multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, block_of(me), me.lane);
+      }
+      if (half == 0) wait<WGMMA, 1>(x);
+      else wait<WGMMA>(x, operand);
       const Here me;
+      const int own_block = block_of(me), first_row = 16 * own_block + me.lane / 4;
       float c[2], factor[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        c[i] = f.c[me.row + 8 * i];
-        factor[i] = norms[me.row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f) * up[i];
+        c[i] = f.c[first_row + 8 * i];
+        factor[i] = norms[first_row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f) * up[i];
       }
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
         const int block = 2 * half + pair;    // of 16 columns
         uint32_t packed[4] = {0, 0, 0, 0}, rest[4] = {0, 0, 0, 0};
         float products[2][4] = {};
-        if (block <= me.warp) {
+        if (block <= own_block) {
+          if (block == own_block && me.group == 1) store_diagonal(x[2 * pair], x[2 * pair + 1], up, me);
 #pragma unroll
           for (int t = 0; t < 2; ++t) {
             float(&m)[4] = x[2 * pair + t];
@@ -99,7 +109,7 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
             const float2 bk = *reinterpret_cast<const float2 *>(f.beta + column);
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const int distance = column + i % 2 - (me.row + i / 2 * 8);
+              const int distance = column + i % 2 - (first_row + i / 2 * 8);
               const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
               m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y * bk.y : nk.x * bk.x)) : 0.f;
               products[t][i] = distance < 0 ? m[i] * y[2 * pair + t][i] : 0.f;
@@ -107,11 +117,12 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
               packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
+              if (me.group != 0) continue;
               const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
               rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
             }
           }
-          if (block == me.warp) sum_block(own, products, row_sums, me);
+          if (block == own_block) sum_block(own, products, row_sums, me);
 #pragma unroll
           for (int t = 0; t < 2; ++t) row_sums[0] += products[t][0] + products[t][1], row_sums[1] += products[t][2] + products[t][3];
         }
@@ -119,7 +130,7 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
         for (int t = 0; t < 2; ++t)
 #pragma unroll
           for (int i = 0; i < 2; ++i) columns[4 * pair + 2 * t + i] = products[t][i] + products[t][2 + i];
-        const uint32_t by_row = chunk::lanes_by_row(me.lane), rows = 2048 * me.warp;
+        const uint32_t by_row = chunk::lanes_by_row(me.lane), rows = 2048 * own_block;
         chunk::store_block(chunk::tile_at(image + rows, by_row, 0, block), packed, me.lane);
         if (me.group == 0) chunk::store_block(chunk::tile_at(attention_rest() + rows, by_row, 0, block), rest, me.lane);
       }
@@ -128,10 +139,21 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
       else inner[half] = sums;
     }
     if constexpr (!WGMMA) {
-      ptx::group_barrier<128>(1 + me.group);    // no other warp reads the rows any more
-      store_row_sums(to, rows, me);
+      ptx::group_barrier<128>(2 + me.group);    // no other warp reads the rows any more
+      store_row_sums(of_rows, rows, me);
 #pragma unroll
       for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);
+    }
+  }
+  // d beta, by the lanes that have the diagonal of a block of 16 tokens, whose halves are x and y.
+  __device__ __forceinline__ void store_diagonal(const float (&x)[4], const float (&y)[4], const float (&up)[2], const Here &me) const {
+    const int row = me.lane / 4, column = 2 * (me.lane % 4);
+    if (column != row && column + 1 != row) return;
+    const float own[2] = {column == row ? x[0] : x[1], column == row ? y[2] : y[3]};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 16 * block_of(me) + row + 8 * i;
+      if (token < count()) add_part(p.d_beta, token, __fdividef(own[i] * up[i], factors().beta[token]));
     }
   }
   // Sums of columns over the lanes with other rows: the first steps halve the columns that a lane has, to those of tile lane / 8.
@@ -157,7 +179,7 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
   __device__ __forceinline__ static void store_inner(WarpSums &to, int half, float2 sums, const float2 (&own)[2], const Here &me) {
     if (me.lane / 4 % 2 != 0) return;    // two lanes have each
     const int tile = 4 * half + me.lane / 8;
-    if (tile / 2 == me.warp) sums = tile % 2 ? own[1] : own[0];
+    if (tile / 2 == block_of(me)) sums = tile % 2 ? own[1] : own[0];
     *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = sums;
   }
 
@@ -206,13 +228,11 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
   // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
   // read of the state, of what earlier ones write to it, and of the state itself.
   __device__ __forceinline__ void finish_decays() const {
-    const Here me;
-    if (me.thread >= 32) return;
     const TokenFactors &f = factors();
-    const int t0 = 2 * me.lane, block = me.lane / 8;
+    const int lane = threadIdx.x % 32, t0 = 2 * lane, block = lane / 8;
     float states = 0.f;
 #pragma unroll
-    for (int w = 0; w < 8; ++w) states += shared.states[w];
+    for (int w = 0; w < 8; ++w) states += shared.states[this->buffer][w];
     states *= chunk::exp2_fast(f.c[kChunk - 1]);
     // By token: x of itself, and sums that it gets from tokens up to the one before.
     float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f}, inner[2] = {0.f, 0.f};
@@ -233,22 +253,29 @@ template <typename T, bool WGMMA, int TILES> struct StepMatrices : StepTiles<T, 
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           if (block < w) x[i] += warp_sums(g, w).inner[t0 + i];
-      const float up_to = sum_before(x[0] + x[1], me.lane);
+      const float up_to = sum_before(x[0] + x[1], lane);
       if (block < w) inner[0] += up_to, inner[1] += up_to + x[0];
     }
     float from = later[0] + later[1];
 #pragma unroll
     for (int d = 1; d < 32; d *= 2) {
       const float next = __shfl_down_sync(0xffffffffu, from, d);
-      if (me.lane + d < 32) from += next;
+      if (lane + d < 32) from += next;
     }
     float after = __shfl_down_sync(0xffffffffu, from, 1);
-    if (me.lane == 31) after = 0.f;
-    const float written = sum_before(earlier[0] + earlier[1], me.lane);
+    if (lane == 31) after = 0.f;
+    const float written = sum_before(earlier[0] + earlier[1], lane);
     const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      if (t0 + i < count()) *out_heads_at<float>(p.d_log_decay, step.at.n, first() + t0 + i, head()) = decay[i];
+      if (t0 + i < count()) add_part(p.d_log_decay, t0 + i, decay[i]);
+  }
+
+  // A token's gradient of a gate: of the first part written, of others added by the same thread.
+  __device__ __forceinline__ void add_part(const gdn_heads &to, int token, float x) const {
+    float *there = out_heads_at<float>(to, step.n, step.first + token, head());
+    if (PARTS > 1 && step.part > 0) x += *there;
+    *there = x;
   }
 
   // The sum over the lanes before.

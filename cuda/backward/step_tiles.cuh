@@ -8,7 +8,7 @@
 namespace gdn {
 namespace backward {
 
-// Of a value head, with all of its state or only 64 value rows.
+// Of a step, with all of its state or only 64 value rows.
 template <int HALVES> struct HeadTiles {
   alignas(1024) uint8_t d_out[2 * kTileBytes];
   uint8_t update[2 * kTileBytes];
@@ -20,16 +20,35 @@ struct StateTiles {
 };
 struct NoTiles {};
 
-// With wgmma the next head comes while one is at work; else every card has room for a block, whose dS takes the place of S.
+// A value head of a chunk, or 128 of its value rows: one step of a block.
+//
+// NOTES: found once an item. Divisions where a copy needs a number took a warp, and all who waited for it, thousands of cycles a step.
+struct Step {
+  uint32_t item;          // place and key head
+  int place, key_head;
+  int n, first, count;    // sequence, first token, tokens
+  int head, part;         // of those of the key head, and of the head
+  bool there;
+
+  __device__ __forceinline__ bool is_first() const { return head == 0 && part == 0; }
+};
+
+// What a copy waits for, and who waits for it: the buffers of steps in turn, dS, and raw q and k.
+enum StepBarrier { kOfGradients = 2, kOfRaw = 3, kStepBarriers = 4 };
+
+// With wgmma a warp of its own copies the next step while one is at work, and another sums the gradients of log decays; else every card has room for a block, whose dS takes the place
+// of S.
 template <bool WGMMA> struct GradientShared {
   static constexpr int kBuffers = WGMMA ? 2 : 1;
+  static constexpr int kThreads = WGMMA ? 384 : 256;
   alignas(1024) uint8_t q[2 * kTileBytes];
   uint8_t k[2 * kTileBytes];
   HeadTiles<kBuffers> heads[kBuffers];
   std::conditional_t<WGMMA, StateTiles, NoTiles> gradients;    // dS
   alignas(16) TokenFactors tokens[kBuffers];
-  float states[8];         // S dS, by warp
-  uint64_t barriers[4];    // copies that have arrived: of the buffers, of dS, of q and k
+  Step steps[kBuffers];
+  float states[kBuffers][8];    // S dS, by warp
+  uint64_t full[kStepBarriers], empty[kStepBarriers], summed[2];    // `summed`: what the gradients of log decays are sums of
 };
 static_assert(sizeof(GradientShared<false>) <= kLeastShared, "a shape for every card");
 static_assert(sizeof(GradientShared<true>) <= 227 * 1024, "a shape for sm_90");
@@ -46,40 +65,45 @@ struct Here {
   __device__ __forceinline__ uint32_t own_half(const void *x) const { return ptx::shared_address(x) + group * kTileBytes; }
 };
 
-// A value head of a chunk: one step of a block.
-struct Step {
-  int64_t item;    // place and key head
-  Chunk at;
-  int head;        // of those of the key head
-  bool there;
-};
-
 // The next step of a block after one, all steps of a block being those of every gridDim.x-th item; by all lanes of a warp.
-__device__ __forceinline__ Step step_at(const gdn_rule_backward_params &p, const Span &span, int64_t items, int64_t item) {
-  Step s = {item, {}, 0, false};
-  for (; s.item < items && !s.there; s.item += s.there ? 0 : gridDim.x) {
-    s.at = chunk_at(p.common.seqs, span, s.item / p.common.num_k_heads);
-    s.there = s.at.there;
+__device__ __forceinline__ Step step_at(const gdn_rule_backward_params &p, const Span &span, const Work &work, uint32_t item) {
+  Step s = {};
+  for (s.item = item; s.item < work.items; s.item += gridDim.x) {
+    s.place = static_cast<int>(s.item / static_cast<uint32_t>(p.common.num_k_heads));
+    s.key_head = static_cast<int>(s.item) - s.place * p.common.num_k_heads;
+    const Chunk at = chunk_at(p.common.seqs, span, s.place);
+    if (!at.there) continue;
+    s.n = at.n, s.first = static_cast<int>(at.seq.first) + at.index * kChunk, s.count = min(kChunk, at.seq.count - at.index * kChunk);
+    s.there = true;
+    break;
   }
   return s;
 }
-__device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, const Span &span, int64_t items, const Step &step) {
-  if (step.head + 1 == p.common.num_v_heads / p.common.num_k_heads) return step_at(p, span, items, step.item + gridDim.x);
+template <int PARTS>
+__device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, const Span &span, const Work &work, const Step &step) {
+  if (step.part + 1 < PARTS) {
+    Step s = step;
+    ++s.part;
+    return s;
+  }
+  if (step.head + 1 == work.heads) return step_at(p, span, work, step.item + gridDim.x);
   Step s = step;
-  ++s.head;
+  ++s.head, s.part = 0;
   return s;
 }
 
-// TILES of 64 value rows a head.
+// A step of a block: where its tiles are, and the copies to them. TILES of 64 value rows a step, PARTS steps a head.
 //
-// A step of a block: where its tiles are, and the copies to them.
-template <typename T, bool WGMMA, int TILES> struct StepTiles {
+// With two parts the second may have one tile. In the place of the other dO, dV and U are zeros, and so that no product is left out,
+// which would keep others from being under way together, the states are those of the first tile again.
+template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
   using Shared = GradientShared<WGMMA>;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
-  const Step step;
+  const Work &work;
+  const Step &step;
   const int buffer;
 
   __device__ __forceinline__ static uint32_t tile(const void *x) { return ptx::shared_address(x); }
@@ -93,62 +117,81 @@ template <typename T, bool WGMMA, int TILES> struct StepTiles {
   __device__ __forceinline__ uint32_t attention() const { return tile(tiles().states[0]); }
   __device__ __forceinline__ uint32_t attention_rest() const { return tile(tiles().d_out + kTileBytes); }    // what 16 bits lose of it
   __device__ __forceinline__ uint32_t lower() const { return attention() + kTileBytes; }
-  __device__ __forceinline__ float scale_of_update(int column_16) const { return column_16 < 4 * TILES ? factors().updates[column_16] : 0.f; }
-  __device__ __forceinline__ uint32_t barrier(int i) const { return tile(&shared.barriers[i]); }
+  __device__ __forceinline__ int v_tiles() const { return PARTS == 1 ? TILES : (p.common.head_v + kTileRows - 1) / kTileRows; }
+  __device__ __forceinline__ int first_tile() const { return PARTS == 1 ? 0 : kPartTiles * step.part; }
+  __device__ __forceinline__ int tiles_here() const { return PARTS == 1 ? TILES : min(kPartTiles, v_tiles() - first_tile()); }
+  __device__ __forceinline__ int columns_before() const { return first_tile() * kTileRows; }
+  __device__ __forceinline__ float scale_of_update(int column_16) const { return factors().updates[4 * first_tile() + column_16]; }
+  __device__ __forceinline__ uint32_t full(int i) const { return tile(&shared.full[i]); }
+  __device__ __forceinline__ uint32_t empty(int i) const { return tile(&shared.empty[i]); }
 
-  __device__ __forceinline__ int key_head() const { return static_cast<int>(step.item % p.common.num_k_heads); }
-  __device__ __forceinline__ int head() const { return key_head() * (p.common.num_v_heads / p.common.num_k_heads) + step.head; }
-  __device__ __forceinline__ int64_t index() const { return step.item / p.common.num_k_heads * p.common.num_v_heads + head(); }
-  __device__ __forceinline__ int64_t first() const { return step.at.seq.first + static_cast<int64_t>(step.at.index) * kChunk; }
-  __device__ __forceinline__ int count() const { return min(kChunk, step.at.seq.count - step.at.index * kChunk); }
-  __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int v_tile) const {
-    return images + (index() * TILES + v_tile) * kStateBytes;
+  __device__ __forceinline__ uint32_t summed(int i) const { return tile(&shared.summed[i]); }
+
+  // Of the threads that compute.
+  __device__ __forceinline__ static void sync() {
+    if constexpr (WGMMA) ptx::group_barrier<256>(1);
+    else __syncthreads();
   }
 
-  // ---- copies with wgmma, by a thread ----
+  __device__ __forceinline__ int head() const { return step.key_head * work.heads + step.head; }
+  __device__ __forceinline__ int64_t index() const { return static_cast<int64_t>(step.place) * p.common.num_v_heads + head(); }
+  __device__ __forceinline__ int count() const { return step.count; }
+  __device__ __forceinline__ const uint8_t *image(const uint8_t *images, int v_tile) const {
+    return images + (index() * v_tiles() + first_tile() + v_tile) * kStateBytes;
+  }
 
-  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, int full) const {
+  __device__ __forceinline__ const uint8_t *update_image(int v_tile) const {
+    return buffers.updates + (index() * v_tiles() + first_tile() + v_tile) * kTileBytes;
+  }
+
+  // ---- copies with wgmma, by a lane of a warp ----
+
+  __device__ __forceinline__ void copy_rows(uint8_t *to, const CUtensorMap &map, int head, uint32_t full, int columns = 0) const {
 #pragma unroll
     for (int h = 0; h < 2; ++h)
-      ptx::copy_box(tile(to) + h * kTileBytes, &map, 64 * h, head, static_cast<int>(first()), p.common.seqs.cu_seqlens ? 0 : step.at.n,
-                    barrier(full));
+      ptx::copy_box(tile(to) + h * kTileBytes, &map, columns + 64 * h, head, step.first, p.common.seqs.cu_seqlens ? 0 : step.n, full);
+  }
+  __device__ __forceinline__ void copy_states(uint8_t *to, const uint8_t *images, uint32_t full) const {
+    if constexpr (PARTS == 1) {
+      ptx::copy_bulk(tile(to), image(images, 0), TILES * kStateBytes, full);
+    } else {
+      for (int t = 0; t < TILES; ++t) ptx::copy_bulk(tile(to) + t * kStateBytes, image(images, min(t, tiles_here() - 1)), kStateBytes, full);
+    }
   }
   __device__ __forceinline__ void copy_head() const {
-    if (!step.there || threadIdx.x != 0) return;
-    const uint32_t full = barrier(buffer);
+    const uint32_t full = this->full(buffer);
     const bool in_place = buffers.updates == nullptr;
-    ptx::barrier_expect(full, (4 + (in_place ? 2 : TILES)) * kTileBytes + TILES * kStateBytes + sizeof(TokenFactors));
-    copy_rows(tiles().d_out, maps.d_o, head(), buffer);
-    copy_rows(tiles().d_v, maps.d_v, head(), buffer);
-    ptx::copy_bulk(tile(tiles().states), image(buffers.states, 0), TILES * kStateBytes, full);
-    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, key_head(), buffer);
-    else ptx::copy_bulk(tile(tiles().update), buffers.updates + index() * TILES * kTileBytes, TILES * kTileBytes, full);
+    ptx::barrier_expect(full, (4 + (in_place ? 2 : tiles_here())) * kTileBytes + TILES * kStateBytes + sizeof(TokenFactors));
+    copy_rows(tiles().d_out, maps.d_o, head(), full, columns_before());
+    copy_rows(tiles().d_v, maps.d_v, head(), full, columns_before());
+    copy_states(tiles().states[0], buffers.states, full);
+    if (in_place) copy_rows(tiles().update, step.head == 0 ? maps.d_q : maps.d_k, step.key_head, full);
+    else ptx::copy_bulk(tile(tiles().update), update_image(0), tiles_here() * kTileBytes, full);
     ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
   }
   __device__ __forceinline__ void copy_gradients() const {
-    if (!step.there || threadIdx.x != 0) return;
-    ptx::barrier_expect(barrier(2), TILES * kStateBytes);
-    ptx::copy_bulk(tile(gradients(0)), image(buffers.gradients, 0), TILES * kStateBytes, barrier(2));
+    ptx::barrier_expect(full(kOfGradients), TILES * kStateBytes);
+    copy_states(gradients(0), buffers.gradients, full(kOfGradients));
   }
   __device__ __forceinline__ void copy_raw() const {
-    if (!step.there || threadIdx.x != 0) return;
-    ptx::barrier_expect(barrier(3), 4 * kTileBytes);
-    copy_rows(shared.q, maps.q, key_head(), 3);
-    copy_rows(shared.k, maps.k, key_head(), 3);
+    ptx::barrier_expect(full(kOfRaw), 4 * kTileBytes);
+    copy_rows(shared.q, maps.q, step.key_head, full(kOfRaw));
+    copy_rows(shared.k, maps.k, step.key_head, full(kOfRaw));
   }
   // Rows of the next sequence in the boxes.
   template <typename... X> __device__ __forceinline__ void clear(X *...x) const {
     if (count() == kChunk) return;
     (clear_rows<2, 256>(x, count(), threadIdx.x), ...);
     ptx::fence_async();
-    __syncthreads();
+    sync();
   }
 
   // ---- the same with mma.sync, by all threads and waited for ----
 
-  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, int head, int size) const {
+  __device__ __forceinline__ void load_rows_of(uint8_t *to, const gdn_heads &x, int head, int size, int columns = 0) const {
     const Here me;
-    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, step.at.n, first(), head), x.token_stride, count(), size, me.thread);
+    chunk::copy_tile<T, kKeys / 8, 256>(tile(to), heads_at<T>(x, step.n, step.first, head) + columns, x.token_stride, count(), size - columns,
+                                        me.thread);
   }
   __device__ __forceinline__ void load_states(const uint8_t *images, int v_tile) const {
     const Here me;
@@ -161,16 +204,16 @@ template <typename T, bool WGMMA, int TILES> struct StepTiles {
   }
   __device__ __forceinline__ void load_head() const {
     const Here me;
-    if (step.head == 0) {
-      load_rows_of(shared.q, p.q, key_head(), p.common.head_k);
-      load_rows_of(shared.k, p.k, key_head(), p.common.head_k);
+    if (step.is_first()) {
+      load_rows_of(shared.q, p.q, step.key_head, p.common.head_k);
+      load_rows_of(shared.k, p.k, step.key_head, p.common.head_k);
     }
-    load_rows_of(tiles().d_out, p.d_o, head(), p.common.head_v);
-    load_rows_of(tiles().d_v, p.d_v, head(), p.common.head_v);
-    if (buffers.updates == nullptr) load_rows_of(tiles().update, updates_of(p, head()), key_head(), p.common.head_v);
+    load_rows_of(tiles().d_out, p.d_o, head(), p.common.head_v, columns_before());
+    load_rows_of(tiles().d_v, p.d_v, head(), p.common.head_v, columns_before());
+    if (buffers.updates == nullptr) load_rows_of(tiles().update, updates_of(p, step.head), step.key_head, p.common.head_v);
     else
-      for (int t = 0; t < TILES; ++t)
-        chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, buffers.updates + (index() * TILES + t) * kTileBytes, me.thread);
+      for (int t = 0; t < tiles_here(); ++t)
+        chunk::copy_bytes<kTileBytes, 256>(tile(tiles().update) + t * kTileBytes, update_image(t), me.thread);
     chunk::copy_bytes<sizeof(TokenFactors), 256>(tile(&factors()), &buffers.records[index()].tokens, me.thread);
     load_states(buffers.states, 0);
     loaded();

@@ -67,7 +67,7 @@ def algos_here(lib, case):
 def rules():
     yield from every(io=IO, lens=[[1] * 3, [2] * 2, [63] * 2, [64] * 2, [65] * 2, [130] * 2, MIXED, [0] * 3])
     yield from every(rows("hk hv", (2, 2), (1, 3), (2, 8), (1, 1)), io=IO, lens=[[70, 20]])
-    yield from every(rows("k v", (64, 64), (96, 192), (32, 40), (40, 72), (7, 3), (129, 250), (256, 256), (128, 64)), io=IO, lens=[[0, 70, 1, 37]], hk=1, hv=2)
+    yield from every(rows("k v", (64, 64), (96, 192), (32, 40), (40, 72), (7, 3), (129, 250), (256, 256), (128, 64), (128, 256), (40, 136)), io=IO, lens=[[0, 70, 1, 37]], hk=1, hv=2)
     yield from every(io=IO, decay=["none", "weak", "fast", "strong", "thirty", "mixed"], lens=[[130, 64]], beta_scale=[1.0, 2.0])
     yield from every(io=IO, lens=[[0, 70, 1]], hk=1, hv=2, k=1, v=1, l2norm=False)
     yield from every(io=["f32", "bf16"], keys=["zeros", "repeated"], lens=[[100, 30]], decay=["none", "usual"], beta_scale=[1.0, 2.0])
@@ -76,6 +76,12 @@ def rules():
     yield from every(io=["f32", "bf16"], lens=[[64] * 3, [150]], packed=[True, False], recompute=[False, True])
     yield from every(io=["f32", "bf16"], lens=[[700], [300, 1000, 64]], recompute=[False, True], hk=1, hv=2, ways=[REPEATS])
     yield from every(io=["f32", "bf16"], lens=[[300]], recompute=True, hk=1, hv=1, k=200, v=40)
+    # Value rows in two parts.
+    wide = dict(k=96, v=192)
+    yield from every(io=IO, decay=["none", "strong", "mixed"], lens=[[130, 64, 5]], hk=2, hv=2, beta_scale=[1.0, 2.0], **wide)
+    yield from every(keys=["zeros", "repeated"], lens=[[100, 30]], hk=1, hv=3, **wide)
+    yield from every(lens=[[700], [200] * 3], recompute=[False, True], hk=1, hv=2, packed=[True, False], ways=[REPEATS], **wide)
+    yield from every(rows("k v", (128, 192), (96, 256), (128, 200)), io=["bf16", "f16"], lens=[[300, 65]], state=[True, False], hk=2, hv=4, ways=[REPEATS])
 
 
 RULE_QUICK = [dict(lens=[0, 5, 70, 1], hk=1, hv=2), dict(lens=[65] * 2, io="f32", hk=1, hv=1), dict(lens=[40], k=200, v=136, hk=1, hv=2, odd=True),
@@ -111,8 +117,9 @@ def check_packing(lib, args):
     """Packed sequences leave the bits that each leaves alone; one of NaN changes no other."""
     lens = [65, 2, 0, 130, 1, 64]
     kinds = [("conv", lib.gdn_conv_backward, lambda lens: Conv(lens, 264, 4, packed=True), None)]
-    for algo in algos_here(lib, dict(lens=lens, hk=1, hv=2)):
-        kinds.append((f"rule {NAMES[algo]}", lib.gdn_rule_backward, lambda lens: Rule(lens, hk=1, hv=2, packed=True), algo))
+    for k, v in ((128, 128), (96, 192)):
+        for algo in algos_here(lib, dict(lens=lens, hk=1, hv=2, k=k, v=v)):
+            kinds.append((f"rule {NAMES[algo]} {k} {v}", lib.gdn_rule_backward, lambda lens, k=k, v=v: Rule(lens, hk=1, hv=2, k=k, v=v, packed=True), algo))
     for name, run, make, algo in kinds:
         packed = prepare(lib, make(lens), algo)
         together = left(lib, packed, run)
@@ -179,7 +186,7 @@ def times(args):
     return [("gates, backward, bf16", ready_gates, every(tokens=[512, 8192, 32768], hv=32)),
             ("convolution, backward, bf16", conv, every(lens=[*lens, [8192] * 4], channels=8192, width=4)),
             ("gated norm, backward, bf16", norm, every(tokens=[512, 2048, 8192, 32768], hv=32, dim=128)),
-            ("the rule, backward, bf16", rule, shapes + every(lens=lens, hk=16, hv=32))]
+            ("the rule, backward, bf16", rule, shapes + every(lens=lens, hk=16, hv=32) + every(lens=[[512], *lens[1:], [4096] * 8], hk=30, hv=30, k=96, v=192))]
 
 
 GROUPS = {"gates": group(ready_gates, GATES, GATES_QUICK), "conv": group(conv, convs, CONV_QUICK), "norm": group(norm, NORMS, NORM_QUICK), "rule": check_rule,

@@ -156,6 +156,18 @@ void backward_rules() {
     p.algo = r.algo;
     expect("gdn_rule_backward", row++, plan::rule_backward_algo(p, *r.device), r.chosen);
   }
+  const struct {
+    int head_k, head_v, io;
+    const Device *device;
+    int chosen;
+  } sizes[] = {{96, 192, GDN_BF16, &kH200, GDN_CHUNKED_SM90},  {96, 192, GDN_F16, &kA100, GDN_CHUNKED_SM80}, {128, 256, GDN_BF16, &kH200, GDN_CHUNKED_SM90},
+               {192, 96, GDN_BF16, &kH200, GDN_RECURRENT},     {96, 196, GDN_BF16, &kH200, GDN_RECURRENT},   {96, 192, GDN_F32, &kH200, GDN_RECURRENT}};
+  row = 0;
+  for (const auto &r : sizes) {
+    gdn_rule_backward_params p = rule_backward(30, 30, r.head_k, 300, r.io);
+    p.common.head_v = r.head_v, p.v = p.d_o = p.d_v = heads(30, r.head_v, 300);
+    expect("gdn_rule_backward, keys and values of other sizes", row++, plan::rule_backward_algo(p, *r.device), r.chosen);
+  }
   gdn_rule_backward_params p = rule_backward(16, 32, 128, 300);
   p.d_o.token_stride = 0;
   expect("a repeated d_o has no tensor map", 0, plan::rule_backward_algo(p, kH200), GDN_CHUNKED_SM80);
