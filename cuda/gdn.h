@@ -321,9 +321,9 @@ typedef struct gdn_ring {
 // gated norm. The convolution's output is rounded to io_dtype, as by gdn_conv. Its window is a ring too: the input of a token
 // is in the row of the token's entry, and the last three inputs before an empty ring are in the rows before its head.
 //
-// K = V = 128 or K 96 and V 192, up to GDN_RING_STEP_TOKENS tokens, max_entries of 3 or more. The state is updated in place (state_in equals
-// state_out). Strides are below 2^32; rows of x and z, states, keys and updates are aligned to 16 bytes. With cu_seqlens a
-// sequence has at most max_tokens_per_seq tokens.
+// K = V = 128 or K 96 and V 192, up to GDN_RING_STEP_TOKENS tokens, max_entries of 3 or more. The state is updated in place
+// (state_in equals state_out). Strides are below 2^32; rows of x and z, states, keys and updates are aligned to 16 bytes. With
+// cu_seqlens a sequence has at most max_tokens_per_seq tokens.
 #define GDN_RING_STEP_TOKENS 16
 typedef enum gdn_ring_algo {
   GDN_RING_AUTO = 0,

@@ -102,12 +102,14 @@ inline int32_t rule_algo(const gdn_rule_params &p, bool null_states, const Devic
                             chunked && chunked_sm90_supports(p, d)};
   if (p.algo != GDN_AUTO) return supported[p.algo] ? p.algo : GDN_AUTO;
   // Several tokens of few heads leave the decode kernel's few blocks with a long chain of them; the recurrent one divides a
-  // head over more.
+  // head over more, but it is slower with guards, as for K 96 and V 192.
   const int32_t tokens = max_tokens(p.common.seqs);
-  const bool several = tokens <= 8 && heads_of(p.common) > d.sms;
-  return supported[GDN_DECODE] && (tokens <= 1 || several)               ? GDN_DECODE
+  const int64_t heads = heads_of(p.common);
+  const bool several = supported[GDN_RECURRENT_128] ? tokens <= 8 && heads > d.sms : heads > d.sms / 2;
+  return supported[GDN_DECODE] && tokens <= 1                        ? GDN_DECODE
          : tokens >= kChunked90Tokens && supported[GDN_CHUNKED_SM90] ? GDN_CHUNKED_SM90
          : tokens >= kChunked80Tokens && supported[GDN_CHUNKED_SM80] ? GDN_CHUNKED_SM80
+         : supported[GDN_DECODE] && several                          ? GDN_DECODE
          : supported[GDN_RECURRENT_128]                              ? GDN_RECURRENT_128
                                                                      : GDN_RECURRENT;
 }

@@ -14,6 +14,9 @@ using step::Sizes;
 
 constexpr int kEntries = GDN_RING_ENTRIES;
 
+// Head sizes that the kernels can be made for: channels of v are counted in K, operands have 32 columns, a flush 64 rows a block.
+template <int K, int V> constexpr bool kSizes = V % K == 0 && K % 32 == 0 && V % 64 == 0 && V >= 128;
+
 // The element of a tensor [sequence, token, head, dim] where a row begins; strides fit in 32 bits.
 __device__ __forceinline__ uint64_t row_index(const gdn_heads &x, uint32_t n, uint32_t t, uint32_t h) {
   return static_cast<uint64_t>(n) * static_cast<uint32_t>(x.seq_stride) + static_cast<uint64_t>(t) * static_cast<uint32_t>(x.token_stride) +

@@ -33,6 +33,7 @@ template <typename T> int launch_step(const gdn_ring_step_params &p, int algo, c
     using ST = typename decltype(state)::type;
     return step::with_step_dims(p.common, [&](auto dims) {
       constexpr int K = decltype(dims)::kK, V = decltype(dims)::kV;
+      static_assert(kSizes<K, V>);
       if (algo == GDN_RING_FMA) {
         constexpr int kBytes = V * K * sizeof(ST);
         return launch_allowed<token_kernel<T, ST, K, V>>(

@@ -13,7 +13,7 @@ namespace ring {
 template <typename ST, int MAX, int V> constexpr int kTiles = V > 128 || (sizeof(ST) == 2 && MAX < 16) ? 2 : 1;
 template <typename ST, int MAX, int V> constexpr int kTokensWarps = V / 16 / kTiles<ST, MAX, V>;
 
-// Blocks that a multiprocessor must have registers for, and of 192 rows in 16 bits one more, as it has shared memory for.
+// Blocks that a multiprocessor must have registers for: one more of up to 8 tokens and 192 rows in 16 bits, which has shared memory for it.
 template <typename T, typename ST, int MAX, int V>
 constexpr int kTokensBlocks = (sizeof(T) == 4 ? 8 : 16) / kTokensWarps<ST, MAX, V> + (V > 128 && sizeof(T) == 2 && sizeof(ST) == 2 && MAX < 16);
 

@@ -6,6 +6,7 @@ use super::projection::Outputs;
 #[cfg(doc)]
 use super::{GatedDeltaNet, Projection};
 use super::{GdnConfig, GdnParts};
+use crate::algo::Algo;
 use crate::conv::causal_conv1d_diff;
 use crate::norm::gated_rms_norm;
 use crate::rule::{gdn_gates, gdn_rule_diff, RuleOptions};
@@ -119,9 +120,9 @@ impl TrainableGatedDeltaNet {
         self
     }
 
-    /// The layer with other constants of the rule: its kernel, the memory of its backward pass on CUDA.
-    pub fn with_rule(mut self, change: impl FnOnce(&mut RuleOptions)) -> Self {
-        change(&mut self.options);
+    /// The layer with another choice of the rule's kernel, of both passes. A call that it does not support is an error.
+    pub fn with_algo(mut self, algo: Algo) -> Self {
+        self.options.algo = algo;
         self
     }
 

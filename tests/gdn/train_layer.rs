@@ -7,7 +7,8 @@ use crate::projections::{dense, fused, parts};
 use crate::support::{devices, golden, refused, rel_rms, values};
 use candle_core::{DType, Device, Module, Result, Tensor, Var};
 use candle_gdn::{
-    CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet, TrainingState,
+    Algo, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet,
+    TrainingState,
 };
 use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use safetensors::SafeTensors;
@@ -164,6 +165,23 @@ fn packed_sequences_do_not_meet() {
             layer.forward(&x, Some(&short)),
             &["x: expected shape [4, 24] (cu_seqlens has the tokens), got [38, 24]"],
         );
+    }
+}
+
+#[test]
+fn the_kernel_is_a_choice() {
+    for device in &devices() {
+        let (weights, _) = weights_for(&config(), device);
+        let map = variables(&weights, DType::F32);
+        let [x, d_y] = [(); 2].map(|()| Tensor::randn(0f32, 1., (2, 70, 24), device).unwrap());
+        let layer = |algo| load(&config(), &map, DType::F32, device).with_algo(algo);
+        let (y, gradients) = run(&layer(Algo::Auto), &map, (&x, &d_y), None);
+        let (again, others) = run(&layer(Algo::Recurrent), &map, (&x, &d_y), None);
+        assert!(rel_rms(&values(&again), &values(&y)) < 1e-5);
+        for (name, gradient) in &gradients {
+            assert!(rel_rms(&values(&others[name]), &values(gradient)) < 1e-5, "{name}");
+        }
+        refused(layer(Algo::ChunkedSm90).forward(&x, None), &["algo: ChunkedSm90"]);
     }
 }
 
