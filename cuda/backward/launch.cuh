@@ -30,15 +30,16 @@ template <typename T> struct Launcher {
     return GDN_OK;
   }
 
-  template <int GROUPS> int prepare_as(const Span &span, const Buffers &b) const {
+  template <bool WGMMA, int GROUPS> int prepare_as(const Span &span, const Buffers &b) const {
     static_assert(sizeof(PrepareShared<GROUPS>) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(s.places * p.common.num_k_heads, 128 * GROUPS, sizeof(PrepareShared<GROUPS>), &c)) return status;
-    return launch_allowed<prepare_kernel<T, GROUPS>>(c, optin, p, span, b.records);
+    return launch_allowed<prepare_kernel<T, WGMMA, GROUPS>>(c, optin, p, span, b.records);
   }
   int prepare(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
+    if (p.common.num_v_heads == p.common.num_k_heads) return wgmma ? prepare_as<true, 1>(span, b) : prepare_as<false, 1>(span, b);
+    return wgmma ? prepare_as<true, 2>(span, b) : prepare_as<false, 2>(span, b);
   }
 
   int64_t walk_blocks(const Walks &walks, int tiles) const {
