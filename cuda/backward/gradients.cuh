@@ -151,7 +151,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     // U dS, begun before the sums of dV S
     if (WGMMA) {
       wait<WGMMA>(y);
-      ptx::barrier_wait(full(kOfGradients), gradients_parity);
+      ptx::barrier_wait(full(kGradientsBarrier), gradients_parity);
       add_updates(x, updates[0], 0);
       if (TILES > 1) add_updates(x, updates[1], 1);
       for (int t = 0; t < TILES; ++t) product += states_product(t);
@@ -238,10 +238,10 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
       return;
     }
     if (copies) g.copy_head();
-    if (i > 0) ptx::barrier_wait(g.empty(kOfGradients), (i - 1) % 2);
+    if (i > 0) ptx::barrier_wait(g.empty(kGradientsBarrier), (i - 1) % 2);
     if (copies) g.copy_gradients();
     if (step.is_first()) {
-      if (n > 0) ptx::barrier_wait(g.empty(kOfRaw), (n - 1) % 2);
+      if (n > 0) ptx::barrier_wait(g.empty(kRawBarrier), (n - 1) % 2);
       if (copies) g.copy_raw();
       ++n;
     }
@@ -287,7 +287,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   }
   if (WGMMA && threadIdx.x == 0) {
     for (int i = 0; i < kStepBarriers; ++i)
-      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : i == kOfRaw ? 8 : 1);
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : i == kRawBarrier ? 8 : 1);
     for (int i = 0; i < 2; ++i) ptx::barrier_init(ptx::shared_address(&s.summed[i]), 1);
     ptx::barriers_initialised();
   }
@@ -315,11 +315,11 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     // What reads states, then the matrices in the place of S.
     const RowSums sums = g.add_states(d_q, d_k, i % 2, [&] {
       if (!step.is_first()) return;
-      ptx::barrier_wait(g.full(kOfRaw), n % 2);
+      ptx::barrier_wait(g.full(kRawBarrier), n % 2);
       g.clear(s.q, s.k);
     });
     g.sync();
-    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kOfGradients));
+    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kGradientsBarrier));
     g.make_matrix(sums);
     ptx::fence_async();
     g.sync();
@@ -339,7 +339,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       g.finish_rows(q_rows, d_q, s.q, g.factors().q_norm, own);
       g.finish_rows(k_rows, d_k, s.k, g.factors().k_norm, own + 2 * kChunk);
       __syncwarp();
-      if (WGMMA && threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(kOfRaw));
+      if (WGMMA && threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(kRawBarrier));
       g.put_rows(q_rows, g.tiles().d_out, p.d_q), g.put_rows(k_rows, g.tiles().d_v, p.d_k);
       set_to_zero(d_q), set_to_zero(d_k);
       ptx::fence_async();

@@ -45,7 +45,8 @@ template <typename T> struct Launcher {
   int64_t walk_blocks(const Walks &walks, int tiles) const {
     return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * ceil_div(walks.v_tiles, tiles) * (walks.forward.on + walks.reverse.on);
   }
-  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1>
+  int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
     using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
