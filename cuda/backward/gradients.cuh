@@ -119,8 +119,9 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     add_rows(to, x, factor);
   }
 
-  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `gradients_parity`: of the barrier.
-  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int gradients_parity) const {
+  // What reads states: dQ += query dO S, dK += write U dS - read dV S. `gradients_parity`: of the barrier; wait_for_raw() for raw q and k.
+  template <typename F>
+  __device__ __forceinline__ RowSums add_states(float (&d_q)[8][4], float (&d_k)[8][4], int gradients_parity, F &&wait_for_raw) const {
     const Here me;
     const TokenFactors &f = factors();
     RowSums sums = {};
@@ -138,8 +139,10 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
       __syncthreads();
       load_states(buffers.gradients, 0);
     } else {
+      if (TILES == 1) wait_for_raw();    // beside products ptxas would keep these from being under way together
       add_products(x, tiles().d_out, states(0));
       add_products(y, tiles().d_v, states(0));
+      if (TILES > 1) wait_for_raw();
       wait<WGMMA, TILES>(x);
     }
 #pragma unroll
@@ -148,7 +151,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     // U dS, begun before the sums of dV S
     if (WGMMA) {
       wait<WGMMA>(y);
-      ptx::barrier_wait(full(kOfGradients), gradients_parity);
+      ptx::barrier_wait(full(kGradientsBarrier), gradients_parity);
       add_updates(x, updates[0], 0);
       if (TILES > 1) add_updates(x, updates[1], 1);
       for (int t = 0; t < TILES; ++t) product += states_product(t);
@@ -182,8 +185,9 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
     float *to = sums + kChunk * me.group + me.row;
     if (me.lane % 4 == 0) to[0] = own.x, to[8] = own.y;
   }
-  // From the sums over heads to the gradient of raw rows, in the place of these.
-  __device__ __forceinline__ void finish_rows(const float (&x)[8][4], uint8_t *raw, const float *norms, const float *sums, const gdn_heads &to) const {
+  // From the sums over heads to the gradient of raw rows.
+  __device__ __forceinline__ void finish_rows(uint32_t (&y)[4][4], const float (&x)[8][4], const uint8_t *raw, const float *norms,
+                                              const float *sums) const {
     const Here me;
     float factor[2] = {0.f, 0.f};
     if (p.common.l2norm)
@@ -192,8 +196,6 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
         const float norm = norms[me.row + 8 * i];
         factor[i] = -(sums[me.row + 8 * i] + sums[kChunk + me.row + 8 * i]) * norm * norm;
       }
-    const uint32_t rows = me.own_half(raw) + 2048 * me.warp, by_row = chunk::lanes_by_row(me.lane);
-    uint32_t y[4][4];
     load_rows(y, me.own_half(raw), 0, me.warp, me.lane);
 #pragma unroll
     for (int k = 0; k < 4; ++k)
@@ -203,9 +205,12 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct Gradients : StepM
         const float(&pair)[4] = x[2 * k + c / 2];
         y[k][c] = chunk::pack2<T>(fmaf(factor[c % 2], r.x, pair[c % 2 * 2]), fmaf(factor[c % 2], r.y, pair[c % 2 * 2 + 1]));
       }
-    __syncwarp();
-#pragma unroll
-    for (int k = 0; k < 4; ++k) chunk::store_block(chunk::tile_at(rows, by_row, 0, k), y[k], me.lane);
+  }
+  // Through rows of a tile that nobody reads any more.
+  __device__ __forceinline__ void put_rows(const uint32_t (&y)[4][4], const uint8_t *tiles, const gdn_heads &to) const {
+    const Here me;
+    const uint32_t rows = me.own_half(tiles) + 2048 * me.warp;
+    store_rows(y, rows, me.lane);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -233,10 +238,10 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
       return;
     }
     if (copies) g.copy_head();
-    if (i > 0) ptx::barrier_wait(g.empty(kOfGradients), (i - 1) % 2);
+    if (i > 0) ptx::barrier_wait(g.empty(kGradientsBarrier), (i - 1) % 2);
     if (copies) g.copy_gradients();
     if (step.is_first()) {
-      if (n > 0) ptx::barrier_wait(g.empty(kOfRaw), (n - 1) % 2);
+      if (n > 0) ptx::barrier_wait(g.empty(kRawBarrier), (n - 1) % 2);
       if (copies) g.copy_raw();
       ++n;
     }
@@ -282,7 +287,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   }
   if (WGMMA && threadIdx.x == 0) {
     for (int i = 0; i < kStepBarriers; ++i)
-      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : 1);
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : i == kRawBarrier ? 8 : 1);
     for (int i = 0; i < 2; ++i) ptx::barrier_init(ptx::shared_address(&s.summed[i]), 1);
     ptx::barriers_initialised();
   }
@@ -305,19 +310,16 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     const Gradients<T, WGMMA, TILES, PARTS> g = {p, buffers, maps, s, work, step, buffer};
     if (WGMMA) ptx::barrier_wait(g.full(buffer), i / 2 % 2);
     if (!step.there) break;
-    if (WGMMA) {
-      g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
-      if (step.is_first()) {
-        ptx::barrier_wait(g.full(kOfRaw), n % 2);
-        g.clear(s.q, s.k);
-      }
-    } else {
-      g.load_head();
-    }
+    if (WGMMA) g.clear(g.tiles().d_out, g.tiles().update, g.tiles().d_v);
+    else g.load_head();
     // What reads states, then the matrices in the place of S.
-    const RowSums sums = g.add_states(d_q, d_k, i % 2);
+    const RowSums sums = g.add_states(d_q, d_k, i % 2, [&] {
+      if (!step.is_first()) return;
+      ptx::barrier_wait(g.full(kRawBarrier), n % 2);
+      g.clear(s.q, s.k);
+    });
     g.sync();
-    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kOfGradients));
+    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kGradientsBarrier));
     g.make_matrix(sums);
     ptx::fence_async();
     g.sync();
@@ -332,13 +334,16 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
     if (is_last) {
       float *own = reinterpret_cast<float *>(g.tiles().update);
       g.sum_rows(d_q, s.q, own), g.sum_rows(d_k, s.k, own + 2 * kChunk);
-      g.sync();    // all products with raw rows are done
-      g.finish_rows(d_q, s.q, g.factors().q_norm, own, p.d_q);
-      g.finish_rows(d_k, s.k, g.factors().k_norm, own + 2 * kChunk, p.d_k);
+      g.sync();
+      uint32_t q_rows[4][4], k_rows[4][4];
+      g.finish_rows(q_rows, d_q, s.q, g.factors().q_norm, own);
+      g.finish_rows(k_rows, d_k, s.k, g.factors().k_norm, own + 2 * kChunk);
+      __syncwarp();
+      if (WGMMA && threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(kRawBarrier));
+      g.put_rows(q_rows, g.tiles().d_out, p.d_q), g.put_rows(k_rows, g.tiles().d_v, p.d_k);
       set_to_zero(d_q), set_to_zero(d_k);
       ptx::fence_async();
       g.sync();
-      if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kOfRaw));
       ++n;
     }
     if (WGMMA) {

@@ -30,21 +30,23 @@ template <typename T> struct Launcher {
     return GDN_OK;
   }
 
-  template <int GROUPS> int prepare_as(const Span &span, const Buffers &b) const {
+  template <bool WGMMA, int GROUPS> int prepare_as(const Span &span, const Buffers &b) const {
     static_assert(sizeof(PrepareShared<GROUPS>) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(s.places * p.common.num_k_heads, 128 * GROUPS, sizeof(PrepareShared<GROUPS>), &c)) return status;
-    return launch_allowed<prepare_kernel<T, GROUPS>>(c, optin, p, span, b.records);
+    return launch_allowed<prepare_kernel<T, WGMMA, GROUPS>>(c, optin, p, span, b.records);
   }
   int prepare(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    return p.common.num_v_heads == p.common.num_k_heads ? prepare_as<1>(span, b) : prepare_as<2>(span, b);
+    if (p.common.num_v_heads == p.common.num_k_heads) return wgmma ? prepare_as<true, 1>(span, b) : prepare_as<false, 1>(span, b);
+    return wgmma ? prepare_as<true, 2>(span, b) : prepare_as<false, 2>(span, b);
   }
 
   int64_t walk_blocks(const Walks &walks, int tiles) const {
     return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * ceil_div(walks.v_tiles, tiles) * (walks.forward.on + walks.reverse.on);
   }
-  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1>
+  int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
     using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;

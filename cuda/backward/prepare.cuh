@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../chunk/prepare.cuh"
+#include "products.cuh"
 #include "records.cuh"
 
 namespace gdn {
@@ -20,18 +21,30 @@ template <int GROUPS> struct PrepareShared {
   } groups[GROUPS];
 };
 
-// Gates of tokens 2 lane and 2 lane + 1 of a chunk, by a warp. `weight` becomes the column's factor of L, for now one.
-template <typename T>
-__device__ __forceinline__ void ready_gates(const gdn_rule_backward_params &p, int n, int64_t first, int head, int count, int lane,
-                                            chunk::TokenGates &to, TokenFactors &tokens) {
+// Log decay and beta of tokens 2 lane and 2 lane + 1 of a chunk.
+struct ReadyGates {
+  float decay[2], beta[2];
+};
+__device__ __forceinline__ ReadyGates load_gates(const gdn_rule_backward_params &p, int n, int64_t first, int head, int count, int lane) {
   const float *a = heads_at<float>(p.common.a, n, first, head), *b = heads_at<float>(p.common.b, n, first, head);
-  float g[2], beta[2];
+  ReadyGates y;
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int t = 2 * lane + i;
-    const float decay = t < count ? a[t * p.common.a.token_stride] * 1.44269504f : 0.f;
+    y.decay[i] = t < count ? a[t * p.common.a.token_stride] : 0.f, y.beta[i] = t < count ? b[t * p.common.b.token_stride] : 0.f;
+  }
+  return y;
+}
+
+// What follows from them, by a warp. `weight` becomes the column's factor of L, for now one.
+template <typename T>
+__device__ __forceinline__ void finish_gates(const ReadyGates &from, int lane, chunk::TokenGates &to, TokenFactors &tokens) {
+  float g[2], beta[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float decay = from.decay[i] * 1.44269504f;
     g[i] = decay < chunk::kLeastDecay ? chunk::kLeastDecay : decay;
-    beta[i] = t < count ? b[t * p.common.b.token_stride] : 0.f;
+    beta[i] = from.beta[i];
     if (fabsf(beta[i]) < kLeastBeta<T>) beta[i] = copysignf(kLeastBeta<T>, beta[i]);    // a NaN stays one
   }
   float sum = g[0] + g[1];
@@ -91,9 +104,10 @@ __device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const T
   if (t == 0) to.decay = g.decay;
 }
 
-template <typename T, int GROUPS>
+template <typename T, bool WGMMA, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS)
 prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span span, Record *records) {
+  if constexpr (WGMMA && !ptx::kSm90a) return;
   using Shared = PrepareShared<GROUPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &s = *reinterpret_cast<Shared *>(raw_shared);
@@ -109,6 +123,10 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
   const int64_t first = at.seq.first + static_cast<int64_t>(at.index) * kChunk;
   const int each = p.common.num_v_heads / p.common.num_k_heads, barrier = chunk::kGroupBarrier + group;
 
+  // The gates are asked for before the tiles, behind which they would wait.
+  const bool has_gates = group < each && warp == 0;
+  ReadyGates gates = {};
+  if (has_gates) gates = load_gates(p, at.n, first, key_head * each + group, count, lane);
   const uint32_t k_tile = ptx::shared_address(s.k), q_tile = ptx::shared_address(s.q);
   chunk::copy_tile<T, kKeys / 8, 128 * GROUPS>(k_tile, heads_at<T>(p.k, at.n, first, key_head), p.k.token_stride, count, p.common.head_k,
                                                threadIdx.x);
@@ -117,21 +135,28 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
   ptx::copy_async_commit();
   typename Shared::Group &mine = s.groups[group];
   chunk::Matrices &m = mine.matrices;
-  if (group < each && warp == 0) ready_gates<T>(p, at.n, first, key_head * each + group, count, lane, mine.gates, mine.tokens);
+  if (has_gates) finish_gates<T>(gates, lane, mine.gates, mine.tokens);
   ptx::copy_async_wait<0>();
+  if (WGMMA) ptx::fence_async();
   __syncthreads();
 
   for (int h = group; h < each; h += GROUPS) {
     const int head = key_head * each + h;
     if (h != group) {
       ptx::group_barrier<128>(barrier);    // the gates before have been read
-      if (warp == 0) ready_gates<T>(p, at.n, first, head, count, lane, mine.gates, mine.tokens);
+      if (warp == 0) finish_gates<T>(load_gates(p, at.n, first, head, count, lane), lane, mine.gates, mine.tokens);
     }
     // Products and norms.
     float kk[8][4] = {}, qk[8][4] = {};
-    chunk::triangular_products<T, kKeys>(kk, qk, k_tile, q_tile, warp, lane);
+    if constexpr (WGMMA) {
+      multiply_tiles<T, WGMMA, false, false, 8>(kk, k_tile, k_tile, false, warp, lane);
+      multiply_tiles<T, WGMMA, false, false, 8>(qk, q_tile, k_tile, false, warp, lane);
+    } else {
+      chunk::triangular_products<T, kKeys>(kk, qk, k_tile, q_tile, warp, lane);
+    }
     if (thread < kChunk)
       mine.tokens.q_norm[thread] = thread < count ? chunk::row_norm<T, kKeys>(q_tile, thread, p.common.l2norm, p.common.l2_eps, 1.f) : 0.f;
+    wait<WGMMA>(kk), wait<WGMMA>(qk);
     if (h != group) ptx::group_barrier<128>(barrier);    // warp 0's gates are there
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const chunk::OwnBlock own = chunk::own_block(kk, warp);

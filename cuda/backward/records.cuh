@@ -64,7 +64,7 @@ template <int TILES, int THREADS> __device__ __forceinline__ void clear_rows(uin
     *reinterpret_cast<uint4 *>(tiles + i / pieces * kTileBytes + count * 128 + i % pieces * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// The tensor that holds U of a value head, the so manieth of its key head, in the place of its gradient (updates_in_place()).
+// The tensor that holds U of a value head in the place of its gradient (updates_in_place()); `head` counts those of the key head.
 __device__ __forceinline__ const gdn_heads &updates_of(const gdn_rule_backward_params &p, int head) { return head == 0 ? p.d_q : p.d_k; }
 
 // ---- places ----

@@ -34,10 +34,10 @@ struct Step {
 };
 
 // What a copy waits for, and who waits for it: the buffers of steps in turn, dS, and raw q and k.
-enum StepBarrier { kOfGradients = 2, kOfRaw = 3, kStepBarriers = 4 };
+enum StepBarrier { kGradientsBarrier = 2, kRawBarrier = 3, kStepBarriers = 4 };
 
-// With wgmma a warp of its own copies the next step while one is at work, and another sums the gradients of log decays; else every card has room for a block, whose dS takes the place
-// of S.
+// With wgmma a warp of its own copies the next step while one is at work, and another sums the gradients of log decays; else every card
+// has room for a block, whose dS takes the place of S.
 template <bool WGMMA> struct GradientShared {
   static constexpr int kBuffers = WGMMA ? 2 : 1;
   static constexpr int kThreads = WGMMA ? 384 : 256;
@@ -170,13 +170,13 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepTiles {
     ptx::copy_bulk(tile(&factors()), &buffers.records[index()].tokens, sizeof(TokenFactors), full);
   }
   __device__ __forceinline__ void copy_gradients() const {
-    ptx::barrier_expect(full(kOfGradients), TILES * kStateBytes);
-    copy_states(gradients(0), buffers.gradients, full(kOfGradients));
+    ptx::barrier_expect(full(kGradientsBarrier), TILES * kStateBytes);
+    copy_states(gradients(0), buffers.gradients, full(kGradientsBarrier));
   }
   __device__ __forceinline__ void copy_raw() const {
-    ptx::barrier_expect(full(kOfRaw), 4 * kTileBytes);
-    copy_rows(shared.q, maps.q, step.key_head, full(kOfRaw));
-    copy_rows(shared.k, maps.k, step.key_head, full(kOfRaw));
+    ptx::barrier_expect(full(kRawBarrier), 4 * kTileBytes);
+    copy_rows(shared.q, maps.q, step.key_head, full(kRawBarrier));
+    copy_rows(shared.k, maps.k, step.key_head, full(kRawBarrier));
   }
   // Rows of the next sequence in the boxes.
   template <typename... X> __device__ __forceinline__ void clear(X *...x) const {

@@ -1,0 +1,206 @@
+// The pieces of a walk: its shared memory, its stretch, copies of chunks, images of states.
+#pragma once
+
+#include "maps.h"
+#include "products.cuh"
+#include "records.cuh"
+
+namespace gdn {
+namespace backward {
+
+// STAGES of what the chain of products needs, QUERIES of what only the reverse walk needs beside it, TILES of 64 value rows.
+template <int STAGES, int QUERIES, int TILES> struct WalkShared {
+  struct Stage {
+    alignas(1024) uint8_t k[2 * kTileBytes];
+    uint8_t values[TILES][kTileBytes];    // v or dO, then U or dV on their way out
+    uint8_t inverse[kImageBytes];
+    WalkFactors factors;
+  };
+  struct Queries {
+    alignas(1024) uint8_t q[2 * kTileBytes];
+    uint8_t attention[kImageBytes];
+  };
+  Stage stage[STAGES];
+  Queries queries[QUERIES];
+  uint8_t image[TILES][kStateBytes];    // of the state
+  // Of the stages, then of the queries: copies that have arrived, and those that all warps have read.
+  uint64_t full[2 + QUERIES], empty[2 + QUERIES];
+};
+
+// The stretch of a warpgroup.
+struct Stretch {
+  Tokens seq;
+  int n, head, tile;
+  int key_head, head_of_key;    // the latter counts the value heads of the key head
+  int begin, end;    // chunks
+  int64_t place;     // of `begin`
+};
+
+// A walk's pieces that both directions have. With wgmma a warp of its own has the copy engine bring chunks.
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Walker {
+  using Shared = WalkShared<STAGES, QUERIES, TILES>;
+  using Stage = typename Shared::Stage;
+  const gdn_rule_backward_params &p;
+  const Buffers &buffers;
+  const Maps &maps;
+  Shared &shared;
+  const Stretch s;
+  const int group, thread, warp, lane, v_tiles;    // thread and warp of its warpgroup
+
+  __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
+  __device__ __forceinline__ int count(int i) const { return s.seq.count - i * kChunk; }
+  __device__ __forceinline__ int64_t index(int i) const { return (s.place + i - s.begin) * p.common.num_v_heads + s.head; }
+  __device__ __forceinline__ Stage &stage(int step) const { return shared.stage[STAGES == 1 ? 0 : step % 2]; }
+
+  __device__ __forceinline__ void load_box(uint8_t *to, const CUtensorMap &map, int column, int head, int i, uint32_t barrier) const {
+    ptx::copy_box(ptx::shared_address(to), &map, column, head, static_cast<int>(first(i)), p.common.seqs.cu_seqlens ? 0 : s.n, barrier);
+  }
+  __device__ __forceinline__ uint32_t full(int i) const { return ptx::shared_address(&shared.full[i]); }
+  __device__ __forceinline__ uint32_t empty(int i) const { return ptx::shared_address(&shared.empty[i]); }
+  __device__ __forceinline__ void sync() const {
+    if constexpr (WGMMA) ptx::group_barrier<128>(1 + group);
+    else __syncthreads();
+  }
+  __device__ __forceinline__ int tiles_here() const { return min(TILES, v_tiles - s.tile); }    // of the block, by its first warpgroup
+
+  // Copies for the chain of chunk i; `values` is v or dO. A group, empty past the end.
+  __device__ __forceinline__ void load_chain(int step, int i, const gdn_heads &values, const CUtensorMap &map) const {
+    const bool there = i >= s.begin && i < s.end;
+    const int row0 = s.tile * kTileRows;
+    if constexpr (WGMMA) {
+      Stage &to = stage(step);
+      const uint32_t full = this->full(step % 2);
+      const Record &r = buffers.records[index(i)];
+      ptx::barrier_expect(full, (2 + tiles_here()) * kTileBytes + kImageBytes + sizeof(WalkFactors));
+      for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, s.key_head, i, full);
+      for (int t = 0; t < tiles_here(); ++t) load_box(to.values[t], map, row0 + t * kTileRows, s.head, i, full);
+      ptx::copy_bulk(ptx::shared_address(to.inverse), r.inverse, kImageBytes, full);
+      ptx::copy_bulk(ptx::shared_address(&to.factors), &r.walk, sizeof(WalkFactors), full);
+      return;
+    }
+    if (there) {
+      Stage &to = stage(step);
+      chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), s.key_head), p.k.token_stride, count(i),
+                                          p.common.head_k, thread);
+      chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values[0]), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
+                                  count(i), p.common.head_v - row0, thread);
+      const Record &r = buffers.records[index(i)];
+      chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.inverse), r.inverse, thread);
+      chunk::copy_bytes<sizeof(WalkFactors), 128>(ptx::shared_address(&to.factors), &r.walk, thread);
+    }
+    ptx::copy_async_commit();
+  }
+  // The same for what only the reverse walk needs.
+  __device__ __forceinline__ auto &queries(int step) const { return shared.queries[step % QUERIES]; }
+  __device__ __forceinline__ void load_queries(int step, int i) const {
+    auto &to = queries(step);
+    if constexpr (WGMMA) {
+      const uint32_t full = this->full(2 + step % QUERIES);
+      ptx::barrier_expect(full, 2 * kTileBytes + kImageBytes);
+      for (int h = 0; h < 2; ++h) load_box(to.q + h * kTileBytes, maps.q, 64 * h, s.key_head, i, full);
+      ptx::copy_bulk(ptx::shared_address(to.attention), buffers.records[index(i)].attention, kImageBytes, full);
+      return;
+    }
+    chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.q), heads_at<T>(p.q, s.n, first(i), s.key_head), p.q.token_stride, count(i),
+                                        p.common.head_k, thread);
+    chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.attention), buffers.records[index(i)].attention, thread);
+    ptx::copy_async_commit();
+  }
+
+  // Until the chunk of a step is there, NEXT groups of copies being behind it.
+  template <int NEXT> __device__ __forceinline__ void wait_for_chain(int step, int i) const {
+    if constexpr (WGMMA) {
+      ptx::barrier_wait(full(step % 2), step / 2 % 2);
+      if (count(i) < kChunk) {
+        clear_rows<2, 128>(stage(step).k, count(i), thread), clear_rows<1, 128>(stage(step).values[group], count(i), thread);
+        ptx::fence_async();
+        sync();
+      }
+    } else {
+      ptx::copy_async_wait<NEXT>();
+      __syncthreads();
+    }
+  }
+  template <int NEXT> __device__ __forceinline__ void wait_for_queries(int step, int i) const {
+    if constexpr (WGMMA) {
+      ptx::barrier_wait(full(2 + step % QUERIES), step / QUERIES % 2);
+      if (count(i) < kChunk) {
+        clear_rows<2, 128>(queries(step).q, count(i), thread);
+        ptx::fence_async();
+        sync();
+      }
+    } else {
+      ptx::copy_async_wait<NEXT>();
+      __syncthreads();
+    }
+  }
+  // The next copies go where this chunk was: a warp has read what it needs.
+  __device__ __forceinline__ void chunk_is_done(int step) const {
+    ptx::fence_async();
+    if constexpr (WGMMA) {
+      __syncwarp();
+      if (lane == 0) ptx::barrier_arrive(empty(step % 2));
+    } else {
+      __syncthreads();
+    }
+  }
+  __device__ __forceinline__ void queries_are_done(int step) const {
+    __syncwarp();
+    if (WGMMA && lane == 0) ptx::barrier_arrive(empty(2 + step % QUERIES));
+  }
+
+  // The copies of a walk, by one thread with the stretch of the first warpgroup.
+  __device__ __forceinline__ void copy_chunks(bool is_reverse) const {
+    for (int step = 0; step < s.end - s.begin; ++step) {
+      const int i = is_reverse ? s.end - 1 - step : s.begin + step;
+      if (step >= 2) ptx::barrier_wait(empty(step % 2), (step / 2 - 1) % 2);
+      if (is_reverse) load_chain(step, i, p.d_o, maps.d_o);
+      else load_chain(step, i, p.v, maps.v);
+      if (!is_reverse) continue;
+      if (step >= QUERIES) ptx::barrier_wait(empty(2 + step % QUERIES), (step / QUERIES - 1) % 2);
+      load_queries(step, i);
+    }
+  }
+
+  // The warp's rows of a state to its image in the workspace.
+  __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int i) const {
+    const uint32_t rows = ptx::shared_address(shared.image[group]) + 2048 * warp;
+    uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + (WGMMA ? 0 : 16 * lane);
+    if constexpr (WGMMA) {
+      if (lane == 0) ptx::stores_read();    // the image before
+      __syncwarp();
+      store_rows(x, rows, lane);
+      ptx::fence_async();
+      __syncwarp();
+      if (lane == 0)
+        for (int t = 0; t < 2; ++t) ptx::store_bulk(to + t * kTileBytes, rows + t * kTileBytes, 2048);
+      return;
+    }
+    store_rows(x, rows, lane);
+    __syncwarp();
+#pragma unroll
+    for (int t = 0; t < 2; ++t)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        *reinterpret_cast<uint4 *>(to + t * kTileBytes + 512 * j) = ptx::load_shared(rows + t * kTileBytes + 512 * j + 16 * lane);
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ const float *state_at(const float *x) const {
+    return x + (static_cast<int64_t>(s.n) * p.common.num_v_heads + s.head) * p.common.head_v * p.common.head_k;
+  }
+  __device__ __forceinline__ void begin(float (&state)[16][4], const float *from) const {
+    if (from != nullptr)
+      chunk::load_state(state, state_at(from), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
+    else
+      chunk::scale(state, 0.f);
+  }
+  __device__ __forceinline__ void end(const float (&state)[16][4], float *to) const {
+    if (WGMMA && lane == 0) ptx::stores_read();    // shared memory ends with the block
+    if (to != nullptr)
+      chunk::store_state(state, const_cast<float *>(state_at(to)), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
+  }
+};
+
+}  // namespace backward
+}  // namespace gdn
