@@ -5,6 +5,7 @@ use candle_gdn_models::{Family, Fp8Config, ModelConfig};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::Init;
 use float8::F8E4M3;
+use rayon::prelude::*;
 use std::collections::HashMap;
 use std::sync::Mutex;
 
@@ -88,12 +89,14 @@ impl SimpleBackend for Dummy {
         if !device.is_cpu() {
             device.set_seed(u64::from(seed(name)))?;
         }
-        let chunk = |first: usize| uniform(name, first, CHUNK.min(len - first), range, device)?.to_dtype(dtype);
-        if len <= CHUNK {
+        // In f32 on the CPU they are what is asked for: nothing is copied.
+        let most = if device.is_cpu() && dtype == DType::F32 { len.max(1) } else { CHUNK };
+        let chunk = |first: usize| uniform(name, first, most.min(len - first), range, device)?.to_dtype(dtype);
+        if len <= most {
             return chunk(0)?.reshape(shape);
         }
         let all = Tensor::zeros(len, dtype, device)?;
-        for first in (0..len).step_by(CHUNK) {
+        for first in (0..len).step_by(most) {
             all.slice_set(&chunk(first)?, 0, first)?;
         }
         all.reshape(shape)
@@ -155,7 +158,11 @@ fn uniform(name: &str, first: usize, len: usize, [low, high]: [f32; 2], device: 
         let x = low + step * (hash((i as u32).wrapping_add(seed)) >> 8) as f32;
         f32::from_bits(x.to_bits() & 0xffff_0000)
     };
-    Tensor::from_vec((first..first + len).map(value).collect::<Vec<f32>>(), len, device)
+    Tensor::from_vec(
+        (first..first + len).into_par_iter().with_min_len(1 << 16).map(value).collect::<Vec<f32>>(),
+        len,
+        device,
+    )
 }
 
 /// A seed of the name, so that a weight holds the same numbers whatever was loaded before it.
