@@ -262,8 +262,7 @@ __device__ __forceinline__ void sum_decays(const gdn_rule_backward_params &p, co
     if (!step.there) return;
     ptx::barrier_wait(g.summed(buffer), i / 2 % 2);
     g.finish_decays();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(buffer));
+    ptx::barrier_arrive(g.empty(buffer));
   }
 }
 
@@ -287,8 +286,8 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
   }
   if (WGMMA && threadIdx.x == 0) {
     for (int i = 0; i < kStepBarriers; ++i)
-      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 2 : i == kRawBarrier ? 8 : 1);
-    for (int i = 0; i < 2; ++i) ptx::barrier_init(ptx::shared_address(&s.summed[i]), 1);
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), i < 2 ? 256 + 32 : 256);
+    for (int i = 0; i < 2; ++i) ptx::barrier_init(ptx::shared_address(&s.summed[i]), 256);
     ptx::barriers_initialised();
   }
   ptx::fence_async();
@@ -319,11 +318,11 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       g.clear(s.q, s.k);
     });
     g.sync();
-    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.empty(kGradientsBarrier));
+    if (WGMMA) ptx::barrier_arrive(g.empty(kGradientsBarrier));
     g.make_matrix(sums);
     ptx::fence_async();
     g.sync();
-    if (WGMMA && threadIdx.x == 0) ptx::barrier_arrive(g.summed(buffer));
+    if (WGMMA) ptx::barrier_arrive(g.summed(buffer));
     g.add_matrices(d_q, d_k);
     if (!WGMMA && threadIdx.x < 32) g.finish_decays();
     wait<WGMMA>(d_q), wait<WGMMA>(d_k);
@@ -338,8 +337,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       uint32_t q_rows[4][4], k_rows[4][4];
       g.finish_rows(q_rows, d_q, s.q, g.factors().q_norm, own);
       g.finish_rows(k_rows, d_k, s.k, g.factors().k_norm, own + 2 * kChunk);
-      __syncwarp();
-      if (WGMMA && threadIdx.x % 32 == 0) ptx::barrier_arrive(g.empty(kRawBarrier));
+      if (WGMMA) ptx::barrier_arrive(g.empty(kRawBarrier));
       g.put_rows(q_rows, g.tiles().d_out, p.d_q), g.put_rows(k_rows, g.tiles().d_v, p.d_k);
       set_to_zero(d_q), set_to_zero(d_k);
       ptx::fence_async();
@@ -347,7 +345,7 @@ gradients_kernel(const __grid_constant__ gdn_rule_backward_params p, const __gri
       ++n;
     }
     if (WGMMA) {
-      if (threadIdx.x == 0) ptx::barrier_arrive(g.empty(buffer));
+      ptx::barrier_arrive(g.empty(buffer));
     } else {
       if (is_last) break;
       if (threadIdx.x == 0) s.steps[0] = step_after<PARTS>(p, span, work, step);

@@ -203,7 +203,7 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   if constexpr (WGMMA) {
     // The first thread behind the warpgroups that compute has the first one's stretch.
     if (threadIdx.x == 32 * warps) {
-      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 4 * w.tiles_here());
+      for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 128 * w.tiles_here());
       ptx::barriers_initialised();
     }
     __syncthreads();
