@@ -4,13 +4,14 @@ from harness import Frame, Launch, Output, call, chain_repeats, normal, rounding
 from reference import linear
 
 QUICK_ROWS, QUICK_NUMBERS = (1, 8, 9, 16, 32, 48, 65), 300_000      # for compute-sanitizer: each kernel, matrices of a few tiles
-# (inputs, outputs) of the layers of models of 4B, 0.8B, 35B and 27B: projections of both mixers in and out, feed-forward, head; and of those
-# with SwiGLU.
+# (inputs, outputs) of the layers of Qwen's models of 4B, 0.8B, 35B and 27B, and of OLMo-Hybrid-7B: projections of both mixers in and out,
+# feed-forward, head; and of those with SwiGLU.
 SHAPES = [(2560, 18432), (9216, 2560), (2560, 12352), (4096, 2560), (2560, 10240), (2560, 248320),
           (1024, 7168), (3584, 1024), (1024, 8224), (1024, 5120), (2048, 1024), (1024, 248320),
           (2048, 12352), (4096, 2048), (2048, 9216), (512, 2048), (2048, 248320),
-          (5120, 34816), (17408, 5120), (5120, 16480), (6144, 5120), (5120, 14336)]
-SWIGLU_SHAPES = [(2560, 9216), (1024, 3584), (2048, 512), (5120, 17408)]
+          (5120, 34816), (17408, 5120), (5120, 16480), (6144, 5120), (5120, 14336),
+          (3840, 17340), (5760, 3840), (3840, 11520), (3840, 3840), (11008, 3840), (3840, 100352)]
+SWIGLU_SHAPES = [(2560, 9216), (1024, 3584), (2048, 512), (5120, 17408), (3840, 11008)]
 
 
 def small(cases):
