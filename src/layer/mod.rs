@@ -26,7 +26,7 @@ use crate::rule::RuleOptions;
 use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn_core::check::{check_device, check_float, check_shape, check_state_dtype};
+use candle_gdn_core::check::{check_device, check_shape, check_state_dtype};
 use candle_gdn_core::device::check_gpu;
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
