@@ -140,7 +140,7 @@ fn every_projection_of_a_family() -> Result<()> {
         assert_eq!(found, kinds, "{name}");
         for device in &devices() {
             let plain = logits(&load(&tiny, None, DType::F32, device)?)?;
-            let mut compare = |what: &str, modules: &[&str], dtype: DType| -> Result<()> {
+            let compare = |what: &str, modules: &[&str], dtype: DType| -> Result<()> {
                 let adapter = Adapter::new(&tiny, modules);
                 let got = logits(&load(&tiny, Some(&adapter), dtype, device)?)?;
                 let merged = merged_by_hand(&tiny, &adapter, modules)?;
