@@ -72,8 +72,8 @@ pub use candle_core;
 pub use candle_gdn_core::device::{keep_freed_memory, single_stream_device};
 pub use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
 pub use layer::{
-    Accepted, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet,
-    TrainingState,
+    Accepted, ConvWeight, Drafted, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection,
+    TrainableGatedDeltaNet, TrainingState,
 };
 pub use linear::DenseWeight;
 pub use norm::GateActivation;

@@ -10,7 +10,7 @@ use candle_gdn_benches::parts::{parts, ATTENTION, EXPERTS, GDN, HEAD, PROJECTION
 use candle_gdn_benches::record::{Row, Shape};
 use candle_gdn_cli::dummy::Dummy;
 use candle_gdn_models::{
-    experts_chosen, CausalLm, DecodeGraph, FfnKind, ModelConfig, Sequence, SequencePool, StateLayout,
+    experts_chosen, CausalLm, DecodeGraph, FfnKind, MixerKind, ModelConfig, Sequence, SequencePool, StateLayout,
 };
 use candle_nn::VarBuilder;
 use std::cell::{Cell, RefCell};
@@ -61,6 +61,13 @@ fn weight_bytes(config: &ModelConfig, dtype: DType, chosen: usize) -> [(&'static
         read = matrices(chosen, moe.intermediate_size) + shared + size as u64 * router;
     }
     [(PROJECTIONS, weights - table - head - stored), (HEAD, head), (EXPERTS, read)]
+}
+
+/// Bytes of keys and values that a step of one sequence reads; of a layer with a window, those in it.
+fn key_bytes(config: &ModelConfig, dtype: DType) -> u64 {
+    let softmax = config.layers.iter().filter(|layer| layer.mixer != MixerKind::LinearAttention);
+    let tokens: usize = softmax.map(|layer| layer.window.map_or(SEEN, |window| window.min(SEEN))).sum();
+    (2 * tokens * config.attention.num_kv_heads * config.attention.head_dim * dtype.size_in_bytes()) as u64
 }
 
 struct Case<'a> {
@@ -162,7 +169,7 @@ impl Case<'_> {
         let per_sequence = self.model.config().sequence_bytes(self.model.dtype());
         let times = if rings == StateLayout::Ring { 1 } else { 2 }; // read, and written
         let states = batch as u64 * times * (per_sequence.recurrent + per_sequence.conv);
-        let keys = (batch * SEEN) as u64 * per_sequence.kv_per_token;
+        let keys = batch as u64 * key_bytes(self.model.config(), self.model.dtype());
         let chosen = self.chosen(&mut pool, &all)?;
         let weights = weight_bytes(self.model.config(), self.model.dtype(), chosen);
         let read: Vec<_> = weights.into_iter().chain([(GDN, states), (ATTENTION, keys)]).collect();

@@ -12,7 +12,7 @@ use std::path::Path;
 const PREFIX: &str = "base_model.model.";
 
 /// Modules that are adapted where none are named, those of them that the model has.
-const MIXERS: [&str; 11] = [
+const MIXERS: [&str; 14] = [
     "in_proj_qkvz",
     "in_proj_ba",
     "in_proj_qkv",
@@ -23,6 +23,9 @@ const MIXERS: [&str; 11] = [
     "q_proj",
     "k_proj",
     "v_proj",
+    "g_proj",
+    "b_proj",
+    "a_proj",
     "o_proj",
 ];
 const MLP: [&str; 3] = ["gate_proj", "up_proj", "down_proj"];

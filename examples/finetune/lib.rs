@@ -1,4 +1,4 @@
-//! Fine-tuning of a model of the Qwen3-Next family: the parts of `examples/finetune`.
+//! Fine-tuning of a model of Qwen's families or OLMo-Hybrid: the parts of `examples/finetune`.
 
 pub mod adapter;
 pub mod curve;

@@ -1,4 +1,4 @@
-//! Fine-tunes a model of the Qwen3-Next family on a text file: `cargo run --release --example finetune`.
+//! Fine-tunes a model of Qwen's families or OLMo-Hybrid on a text file: `cargo run --release --example finetune`.
 
 use anyhow::{bail, Context, Result};
 use candle_core::{DType, Device};

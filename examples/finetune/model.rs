@@ -1,12 +1,14 @@
-//! A model of the Qwen3-Next family with operations that have a backward pass. It has the shape of `examples/candle_transformers`,
+//! A model of Qwen's families or OLMo-Hybrid with operations that have a backward pass. It has the shape of `examples/candle_transformers`,
 //! without caches and for packed sequences. candle's `rms_norm`, `softmax_last_dim` and `rope` have no backward pass, so that gradients
 //! would vanish in them.
 
 use crate::projection::Projection;
 use crate::weights::text_prefix;
-use candle_core::{DType, Device, Module, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Module, Result, Tensor, D};
 use candle_gdn::{CuSeqlens, TrainableGatedDeltaNet};
-use candle_gdn_models::{AttentionConfig, FfnKind, MixerKind, ModelConfig, MoeConfig};
+use candle_gdn_models::{
+    AttentionConfig, FfnKind, LayerConfig, MixerKind, ModelConfig, MoeConfig, NormPlacement, QkNorm,
+};
 use candle_nn::{ops, VarBuilder};
 
 /// Loads the parts of one layer: its config, the scale of adapters, the tensors.
@@ -20,10 +22,27 @@ impl Load<'_> {
         Projection::new(vb.get((outputs, inputs), "weight")?, self.scale, &vb)
     }
 
-    /// These norms multiply by `1 + weight`.
+    /// Those of Qwen's families multiply by `1 + weight`.
     fn norm(&self, size: usize, vb: VarBuilder) -> Result<RmsNorm> {
         let weight = vb.get_with_hints_dtype(size, "weight", Default::default(), DType::F32)?;
-        Ok(RmsNorm { weight: (weight + 1.)?, eps: self.config.rms_norm_eps })
+        let shift = if self.config.zero_centred_norms { 1. } else { 0. };
+        Ok(RmsNorm { weight: (weight + shift)?, eps: self.config.rms_norm_eps })
+    }
+
+    /// The norms of the mixer and of the feed-forward, by the first of their names that the checkpoint has. transformers writes one
+    /// of OLMo-Hybrid's that stands behind attention under the name of another.
+    fn norms(&self, placement: NormPlacement, vb: &VarBuilder) -> Result<[RmsNorm; 2]> {
+        let names: [&[&str]; 2] = match placement {
+            NormPlacement::Before => {
+                [&["input_layernorm", "attention_layer_norm"], &["post_attention_layernorm", "feedforward_layer_norm"]]
+            }
+            _ => [&["post_attention_layernorm", "feedforward_layer_norm"], &["post_feedforward_layernorm"]],
+        };
+        let [mixer, feed_forward] = names.map(|names| {
+            let name = names.iter().find(|name| vb.contains_tensor(&format!("{name}.weight"))).unwrap_or(&names[0]);
+            self.norm(self.config.hidden_size, vb.pp(name))
+        });
+        Ok([mixer?, feed_forward?])
     }
 
     fn mlp(&self, size: usize, vb: VarBuilder) -> Result<Mlp> {
@@ -37,6 +56,12 @@ impl Load<'_> {
 
     fn moe(&self, moe: &MoeConfig, vb: VarBuilder) -> Result<Moe> {
         let hidden = self.config.hidden_size;
+        if vb.contains_tensor("experts.gate_up_proj") {
+            bail!(
+                "finetune: {}.experts.gate_up_proj: expected tensors of each expert, as Qwen3-Next's files have them, got one of all",
+                vb.prefix()
+            )
+        }
         let expert = |i| self.mlp(moe.intermediate_size, vb.pp("experts").pp(i));
         let shared = || -> Result<_> {
             let gate = self.projection(hidden, 1, vb.pp("shared_expert_gate"))?;
@@ -51,18 +76,24 @@ impl Load<'_> {
         })
     }
 
-    fn attention(&self, vb: VarBuilder) -> Result<Attention> {
-        let AttentionConfig { num_heads, num_kv_heads, head_dim, .. } = self.config.attention;
+    fn attention(&self, positions: bool, vb: VarBuilder) -> Result<Attention> {
+        let AttentionConfig { num_heads, num_kv_heads, head_dim, output_gate, qk_norm, .. } = self.config.attention;
         let hidden = self.config.hidden_size;
+        // For each head a query, and a gate behind it.
+        let query = if output_gate { 2 * head_dim } else { head_dim };
+        let normed = |heads: usize| if qk_norm == QkNorm::Head { head_dim } else { heads * head_dim };
         Ok(Attention {
-            q_proj: self.projection(hidden, num_heads * 2 * head_dim, vb.pp("q_proj"))?, // for each head a query and a gate
+            q_proj: self.projection(hidden, num_heads * query, vb.pp("q_proj"))?,
             k_proj: self.projection(hidden, num_kv_heads * head_dim, vb.pp("k_proj"))?,
             v_proj: self.projection(hidden, num_kv_heads * head_dim, vb.pp("v_proj"))?,
             o_proj: self.projection(num_heads * head_dim, hidden, vb.pp("o_proj"))?,
-            q_norm: self.norm(head_dim, vb.pp("q_norm"))?,
-            k_norm: self.norm(head_dim, vb.pp("k_norm"))?,
+            q_norm: self.norm(normed(num_heads), vb.pp("q_norm"))?,
+            k_norm: self.norm(normed(num_kv_heads), vb.pp("k_norm"))?,
             kv_heads: num_kv_heads,
             head_dim,
+            output_gate,
+            qk_norm,
+            positions,
         })
     }
 
@@ -96,26 +127,29 @@ fn softmax(x: &Tensor) -> Result<Tensor> {
 /// Where the tokens of the packed sequences stand: for all layers of a pass.
 struct Positions<'a> {
     sequences: &'a CuSeqlens,
-    /// `[tokens, 1, half of the rotated columns]`
-    cos: Tensor,
-    sin: Tensor,
+    /// Cosines and sines, `[tokens, 1, half of the rotated columns]`; `None` where no column is rotated.
+    turn: Option<[Tensor; 2]>,
 }
 
 impl<'a> Positions<'a> {
     fn new(config: &AttentionConfig, sequences: &'a CuSeqlens, dtype: DType, device: &Device) -> Result<Self> {
+        if config.rope_inv_freq.is_empty() {
+            return Ok(Self { sequences, turn: None });
+        }
         let positions: Vec<f32> = sequences.lengths().flat_map(|len| (0..len).map(|t| t as f32)).collect();
         let frequencies: Vec<f32> = config.rope_inv_freq.iter().map(|&f| f as f32).collect();
         let (positions, frequencies) = (Tensor::new(positions, device)?, Tensor::new(frequencies, device)?);
         let angles = positions.unsqueeze(1)?.broadcast_mul(&frequencies.unsqueeze(0)?)?.unsqueeze(1)?;
         let table = |x: Tensor| (x * config.rope_factor)?.to_dtype(dtype);
-        Ok(Self { sequences, cos: table(angles.cos()?)?, sin: table(angles.sin()?)? })
+        Ok(Self { sequences, turn: Some([table(angles.cos()?)?, table(angles.sin()?)?]) })
     }
 
     /// `x [tokens, heads, head_dim]`, of which the last columns stay as they are.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
-        let (half, all) = (self.cos.dim(2)?, x.dim(2)?);
+        let Some([cos, sin]) = &self.turn else { return Ok(x.clone()) };
+        let (half, all) = (cos.dim(2)?, x.dim(2)?);
         let (a, b) = (x.narrow(2, 0, half)?, x.narrow(2, half, half)?);
-        let turned = |p: &Tensor, q: &Tensor| p.broadcast_mul(&self.cos)? + q.broadcast_mul(&self.sin)?;
+        let turned = |p: &Tensor, q: &Tensor| p.broadcast_mul(cos)? + q.broadcast_mul(sin)?;
         let mut columns = vec![turned(&a, &b.neg()?)?, turned(&b, &a)?];
         if all > 2 * half {
             columns.push(x.narrow(2, 2 * half, all - 2 * half)?);
@@ -133,16 +167,30 @@ struct Attention {
     k_norm: RmsNorm,
     kv_heads: usize,
     head_dim: usize,
+    output_gate: bool,
+    qk_norm: QkNorm,
+    /// Whether queries and keys have rotary positions.
+    positions: bool,
 }
 
 impl Attention {
     fn forward(&self, x: &Tensor, positions: &Positions) -> Result<Tensor> {
         let (tokens, d) = (x.dim(0)?, self.head_dim);
         let by_head = |x: Tensor, width: usize| x.reshape((tokens, (), width));
-        let q_gate = by_head(x.apply(&self.q_proj)?, 2 * d)?;
-        let gate = q_gate.narrow(2, d, d)?.flatten_from(1)?;
-        let q = positions.rotate(&q_gate.narrow(2, 0, d)?.apply(&self.q_norm)?)?;
-        let k = positions.rotate(&by_head(x.apply(&self.k_proj)?, d)?.apply(&self.k_norm)?)?;
+        let normed = |x: Tensor, norm: &RmsNorm| match self.qk_norm {
+            QkNorm::Head => x.apply(norm),
+            _ => by_head(x.flatten_from(1)?.apply(norm)?, d),
+        };
+        let placed = |x: Tensor| if self.positions { positions.rotate(&x) } else { Ok(x) };
+        let (q, gate) = match self.output_gate {
+            true => {
+                let both = by_head(x.apply(&self.q_proj)?, 2 * d)?;
+                (both.narrow(2, 0, d)?, Some(both.narrow(2, d, d)?.flatten_from(1)?))
+            }
+            false => (by_head(x.apply(&self.q_proj)?, d)?, None),
+        };
+        let q = placed(normed(q, &self.q_norm)?)?;
+        let k = placed(normed(by_head(x.apply(&self.k_proj)?, d)?, &self.k_norm)?)?;
         let v = by_head(x.apply(&self.v_proj)?, d)?;
         let (mut first, mut outputs) = (0, Vec::new());
         for len in positions.sequences.lengths().filter(|&len| len > 0) {
@@ -150,7 +198,11 @@ impl Attention {
             outputs.push(self.attend(&own(&q)?, &own(&k)?, &own(&v)?)?);
             first += len;
         }
-        (Tensor::cat(&outputs, 0)? * ops::sigmoid(&gate)?)?.apply(&self.o_proj)
+        let mut o = Tensor::cat(&outputs, 0)?;
+        if let Some(gate) = gate {
+            o = (o * ops::sigmoid(&gate)?)?;
+        }
+        o.apply(&self.o_proj)
     }
 
     /// One sequence: `q [heads, tokens, head_dim]`, k and v of fewer heads, to `[tokens, heads * head_dim]`.
@@ -229,10 +281,21 @@ enum FeedForward {
 }
 
 struct DecoderLayer {
-    input_norm: RmsNorm,
+    /// Of the mixer and of the feed-forward.
+    norms: [RmsNorm; 2],
+    placement: NormPlacement,
     mixer: Mixer,
-    post_attention_norm: RmsNorm,
     feed_forward: FeedForward,
+}
+
+impl DecoderLayer {
+    /// x with one of the two parts of the layer added, with its norm.
+    fn add(&self, x: &Tensor, norm: &RmsNorm, part: impl FnOnce(&Tensor) -> Result<Tensor>) -> Result<Tensor> {
+        x + match self.placement {
+            NormPlacement::Before => part(&x.apply(norm)?)?,
+            _ => part(x)?.apply(norm)?,
+        }
+    }
 }
 
 /// The model of one pass: its tensors are computed from the variables as they are when it is made.
@@ -250,28 +313,28 @@ impl<'a> Model<'a> {
     /// # Errors
     /// When a tensor is missing or its shape does not fit the config.
     pub fn new(config: &'a ModelConfig, scale: f64, vb: VarBuilder) -> Result<Self> {
-        if !config.zero_centred_norms {
-            candle_core::bail!(
-                "finetune: config: `model_type`: expected one of Qwen's, whose layers this example has, got {:?}",
-                config.family
+        if config.layers.iter().any(|layer| layer.window.is_some()) {
+            bail!(
+                "finetune: config: `layer_types`: expected linear_attention and full_attention, which this example trains, got \
+                 sliding_attention (Lara-4-Mini)"
             )
         }
         let load = Load { config, scale };
         let (hidden, text) = (config.hidden_size, vb.pp(text_prefix(|name| vb.contains_tensor(name))));
-        let layer = |(i, layer): (usize, &candle_gdn_models::LayerConfig)| {
+        let layer = |(i, layer): (usize, &LayerConfig)| {
             let vb = text.pp("layers").pp(i);
             let mlp = vb.pp("mlp");
             Ok(DecoderLayer {
-                input_norm: load.norm(hidden, vb.pp("input_layernorm"))?,
+                norms: load.norms(layer.norms, &vb)?,
+                placement: layer.norms,
                 mixer: match layer.mixer {
-                    MixerKind::FullAttention => Mixer::Full(load.attention(vb.pp("self_attn"))?),
+                    MixerKind::FullAttention => Mixer::Full(load.attention(layer.positions, vb.pp("self_attn"))?),
                     _ => Mixer::Linear(load.linear_attention(vb.pp("linear_attn"))?),
                 },
-                post_attention_norm: load.norm(hidden, vb.pp("post_attention_layernorm"))?,
                 feed_forward: match (layer.ffn, &config.moe) {
                     (FfnKind::Dense { intermediate_size }, _) => FeedForward::Dense(load.mlp(intermediate_size, mlp)?),
                     (_, Some(moe)) => FeedForward::Moe(load.moe(moe, mlp)?),
-                    (_, None) => candle_core::bail!("layer {i}: expected sizes of its mixture of experts"),
+                    (_, None) => bail!("layer {i}: expected sizes of its mixture of experts"),
                 },
             })
         };
@@ -293,17 +356,15 @@ impl<'a> Model<'a> {
         let mut x = self.embed_tokens.index_select(ids, 0)?;
         let positions = Positions::new(&self.config.attention, sequences, x.dtype(), x.device())?;
         for layer in &self.layers {
-            let h = x.apply(&layer.input_norm)?;
-            let h = match &layer.mixer {
-                Mixer::Linear(gdn) => gdn.forward(&h, Some(sequences))?,
-                Mixer::Full(attention) => attention.forward(&h, &positions)?,
-            };
-            x = (x + h)?;
-            let h = x.apply(&layer.post_attention_norm)?;
-            x = match &layer.feed_forward {
-                FeedForward::Dense(mlp) => x + h.apply(mlp)?,
-                FeedForward::Moe(moe) => x + h.apply(moe)?,
-            }?;
+            let [of_mixer, of_feed_forward] = &layer.norms;
+            x = layer.add(&x, of_mixer, |x| match &layer.mixer {
+                Mixer::Linear(gdn) => gdn.forward(x, Some(sequences)),
+                Mixer::Full(attention) => attention.forward(x, &positions),
+            })?;
+            x = layer.add(&x, of_feed_forward, |x| match &layer.feed_forward {
+                FeedForward::Dense(mlp) => x.apply(mlp),
+                FeedForward::Moe(moe) => x.apply(moe),
+            })?;
         }
         x.apply(&self.norm)?.apply(&self.lm_head)
     }

@@ -85,6 +85,12 @@ impl GdnConfig {
         self.key_size().saturating_mul(2).saturating_add(self.value_size())
     }
 
+    /// Rows of OLMo-Hybrid's three convolutions as transformers saves them: thirds of the whole, whatever q, k and v have.
+    pub fn conv_thirds(&self) -> [usize; 3] {
+        let third = self.conv_channels().div_ceil(3);
+        [third, third, self.conv_channels().saturating_sub(2 * third)]
+    }
+
     /// Rows of q, k, v and z that a key head has in an interleaved checkpoint (Qwen3-Next's `in_proj_qkvz`).
     pub fn qkvz_sizes(&self) -> [usize; 4] {
         let value = self.ba_sizes()[0].saturating_mul(self.value_head_dim);

@@ -29,6 +29,7 @@ impl TrainableGatedDeltaNet {
     pub fn freeze(&self) -> Result<GatedDeltaNet> {
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = self.parts().clone();
         let dense = dense_rows(self.config(), &in_proj)?;
+        let conv_weight = conv_weight.joined()?;
         let dtype = dense.as_ref().map_or(conv_weight.dtype(), Tensor::dtype);
         let in_proj = match (dense, in_proj) {
             (Some(weight), _) => InProjection::Fused(DenseWeight::new(weight)?.into()),
@@ -39,11 +40,19 @@ impl TrainableGatedDeltaNet {
             (None, InProjection::Split { qkv, z, b, a }) => {
                 InProjection::Split { qkv: frozen(&qkv)?, z: frozen(&z)?, b: frozen(&b)?, a: frozen(&a)? }
             }
+            (None, InProjection::Separate { q, k, v, z, b, a }) => InProjection::Separate {
+                q: frozen(&q)?,
+                k: frozen(&k)?,
+                v: frozen(&v)?,
+                z: frozen(&z)?,
+                b: frozen(&b)?,
+                a: frozen(&a)?,
+            },
         };
         let vector = |x: &Tensor| x.detach().to_dtype(DType::F32);
         let parts = GdnParts {
             in_proj,
-            conv_weight: conv_weight.detach().to_dtype(dtype)?,
+            conv_weight: conv_weight.detach().to_dtype(dtype)?.into(),
             a_log: vector(&a_log)?,
             dt_bias: vector(&dt_bias)?,
             norm_weight: vector(&norm_weight)?,
@@ -64,6 +73,9 @@ fn dense_rows(c: &GdnConfig, in_proj: &InProjection) -> Result<Option<Tensor>> {
             vec![select(qkvz.dense()?, &c.qkvz_sizes())?, select(ba.dense()?, &c.ba_sizes())?]
         }
         InProjection::Split { qkv, z, b, a } => vec![qkv.dense()?, z.dense()?, b.dense()?, a.dense()?],
+        InProjection::Separate { q, k, v, z, b, a } => {
+            [q, k, v, z, b, a].into_iter().map(Projection::dense).collect::<Result<_>>()?
+        }
     };
     let rows: Option<Vec<Tensor>> = rows.into_iter().collect();
     rows.map(|rows| Tensor::cat(&rows, 0)).transpose()

@@ -19,16 +19,18 @@ pub(super) enum Layout {
 /// The projections of [`Layout::Separate`], in the order of [`InProjection::Fused`](super::InProjection::Fused).
 pub(super) const SEPARATE: [&str; 6] = ["q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"];
 
+/// The weight by which each is recognised.
+pub(super) const FIRST: [(&str, Layout); 4] = [
+    ("in_proj_qkvz.weight", Layout::Interleaved),
+    ("in_proj_qkv.weight", Layout::Split),
+    ("in_proj.weight", Layout::OneMatrix),
+    ("q_proj.weight", Layout::Separate),
+];
+
 impl Layout {
     /// The one of which a layer at `prefix` has the first weight.
     pub fn find(prefix: &str, contains: impl Fn(&str) -> bool) -> Result<Self> {
-        let known = [
-            ("in_proj_qkvz.weight", Self::Interleaved),
-            ("in_proj_qkv.weight", Self::Split),
-            ("in_proj.weight", Self::OneMatrix),
-            ("q_proj.weight", Self::Separate),
-        ];
-        if let Some((_, layout)) = known.into_iter().find(|(name, _)| contains(name)) {
+        if let Some((_, layout)) = FIRST.into_iter().find(|(name, _)| contains(name)) {
             return Ok(layout);
         }
         bail!(

@@ -1,7 +1,7 @@
 //! A layer out of a checkpoint, in any of the layouts that are published.
 
-use super::layout::{Layout, SEPARATE};
-use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
+use super::layout::{Layout, FIRST, SEPARATE};
+use super::{ConvWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 use crate::linear::DenseWeight;
 use candle_core::{bail, DType, Result, Shape, Tensor};
 use candle_nn::{Init, VarBuilder};
@@ -144,7 +144,7 @@ impl GatedDeltaNet {
         let out_proj = weights.matrix(c.hidden_size, c.value_size(), &format!("{}.weight", layout.out_proj()))?;
         let conv_weight = match layout {
             Layout::Separate => convolutions(c, |shape, name| weights.tensor((&shape).into(), name))?,
-            _ => weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?,
+            _ => weights.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?.into(),
         };
         let parts = GdnParts {
             in_proj: InProjection::Fused(weights.projection(in_proj)?),
@@ -158,25 +158,23 @@ impl GatedDeltaNet {
     }
 }
 
-/// The convolutions of q, k and v one below the other. transformers joins whatever it finds in the three tensors, and saves thirds
-/// of the whole, which are cut elsewhere than q, k and v where V is not K.
-fn convolutions(c: &GdnConfig, get: impl Fn([usize; 3], &str) -> Result<Tensor>) -> Result<Tensor> {
-    let joined = |rows: [usize; 3]| {
-        let names = ["q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"];
-        let parts = names.iter().zip(rows).map(|(name, rows)| get([rows, 1, c.conv_kernel], name));
-        Tensor::cat(&parts.collect::<Result<Vec<_>>>()?, 0)
+/// The convolutions of q, k and v. transformers joins whatever it finds in the three tensors, and saves thirds of the whole, which
+/// are cut elsewhere than q, k and v where V is not K.
+pub(super) fn convolutions(c: &GdnConfig, get: impl Fn([usize; 3], &str) -> Result<Tensor>) -> Result<ConvWeight> {
+    let three = |[q, k, v]: [usize; 3]| {
+        let get = |rows, name| get([rows, 1, c.conv_kernel], name);
+        Ok(ConvWeight::Separate([get(q, "q_conv1d.weight")?, get(k, "k_conv1d.weight")?, get(v, "v_conv1d.weight")?]))
     };
-    let third = c.conv_channels().div_ceil(3);
-    let thirds = [third, third, c.conv_channels().saturating_sub(2 * third)];
-    joined([c.key_size(), c.key_size(), c.value_size()]).or_else(|error| joined(thirds).map_err(|_| error))
+    three([c.key_size(), c.key_size(), c.value_size()]).or_else(|error| three(c.conv_thirds()).map_err(|_| error))
 }
 
 /// Adds to `vb` those weights of a layer in Qwen3.5's layout that it does not have yet; see [`GatedDeltaNet::init`].
 pub(super) fn init_weights(config: &GdnConfig, vb: &VarBuilder) -> Result<()> {
     config.check()?;
     let (c, heads, normal) = (config, config.num_value_heads, Init::Randn { mean: 0.0, stdev: 0.02 });
-    if vb.contains_tensor("in_proj_qkvz.weight") && !vb.contains_tensor("in_proj_qkv.weight") {
-        bail!("GatedDeltaNet: init: in_proj_qkvz.weight: expected no weights of Qwen3-Next's layout; use load");
+    let mut others = FIRST.iter().filter(|(_, layout)| *layout != Layout::Split);
+    if let Some((name, _)) = others.find(|(name, _)| vb.contains_tensor(name)) {
+        bail!("GatedDeltaNet: init: {name}: expected no weights of a layout but Qwen3.5's; use load");
     }
     for (name, rows) in [
         ("in_proj_qkv.weight", c.conv_channels()),

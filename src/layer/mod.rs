@@ -3,6 +3,7 @@
 mod checkpoint;
 mod columns;
 mod config;
+mod conv_weight;
 mod forward;
 mod freeze;
 mod layout;
@@ -13,6 +14,7 @@ mod train_load;
 mod verify;
 
 pub use config::GdnConfig;
+pub use conv_weight::ConvWeight;
 pub use load::{select_rows, Matrices};
 pub use projection::{InProjection, Project, Projection};
 pub use train::{TrainableGatedDeltaNet, TrainingState};
@@ -24,7 +26,7 @@ use crate::rule::RuleOptions;
 use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn_core::check::{check_device, check_float, check_shape, check_state_dtype};
+use candle_gdn_core::check::{check_device, check_shape, check_state_dtype};
 use candle_gdn_core::device::check_gpu;
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
@@ -37,8 +39,8 @@ const OP: &str = "GatedDeltaNet";
 pub struct GdnParts {
     /// hidden_size to q, k, v, z, b and a.
     pub in_proj: InProjection,
-    /// `[channels, width]`, or with the 1 in between that checkpoints have; channels are q, k, v.
-    pub conv_weight: Tensor,
+    /// `[channels, width]`; channels are q, k, v.
+    pub conv_weight: ConvWeight,
     /// `[HV]`, any float dtype; kept in f32.
     pub a_log: Tensor,
     /// `[HV]`, the same.
@@ -98,15 +100,11 @@ impl GatedDeltaNet {
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
-        check_gpu(conv_weight.device())?;
+        check_gpu(conv_weight.first().device())?;
         in_proj.check(config)?;
         out_proj.check("out_proj", config.hidden_size, config.value_size())?;
-        let conv_weight = match conv_weight.dims() {
-            [_, 1, _] => conv_weight.detach().squeeze(1)?.force_contiguous()?,
-            _ => conv_weight.detach().force_contiguous()?,
-        };
-        check_float(OP, "conv_weight", conv_weight.dtype())?;
-        check_shape(OP, "conv_weight", &conv_weight, &[config.conv_channels(), config.conv_kernel])?;
+        conv_weight.check(OP, config)?;
+        let conv_weight = conv_weight.joined()?.detach().force_contiguous()?;
         let vector = |arg: &str, tensor: &Tensor, n: usize| {
             check_shape(OP, arg, tensor, &[n])?;
             check_device(OP, arg, tensor, conv_weight.device())?;

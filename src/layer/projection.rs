@@ -2,6 +2,7 @@
 
 use super::columns;
 use super::config::GdnConfig;
+use super::layout::SEPARATE;
 use crate::linear::DenseWeight;
 use crate::rule::Gates;
 use candle_core::{bail, Module, Result, Tensor, D};
@@ -181,6 +182,21 @@ pub enum InProjection {
         /// `[HV]`
         a: Projection,
     },
+    /// As in OLMo-Hybrid's checkpoints, each by head.
+    Separate {
+        /// `[kd]`
+        q: Projection,
+        /// `[kd]`
+        k: Projection,
+        /// `[vd]`
+        v: Projection,
+        /// `[vd]`
+        z: Projection,
+        /// `[HV]`
+        b: Projection,
+        /// `[HV]`
+        a: Projection,
+    },
 }
 
 impl InProjection {
@@ -197,6 +213,10 @@ impl InProjection {
                 z.check("in_proj_z", c.value_size(), hidden)?;
                 b.check("in_proj_b", heads, hidden)?;
                 a.check("in_proj_a", heads, hidden)
+            }
+            Self::Separate { q, k, v, z, b, a } => {
+                let mut each = SEPARATE.iter().zip([q, k, v, z, b, a]).zip(c.section_rows());
+                each.try_for_each(|((name, projection), rows)| projection.check(name, rows, hidden))
             }
         }
     }
@@ -253,6 +273,16 @@ impl InProjection {
                     b: project(b, "in_proj_b", heads, launch)?,
                     a: project(a, "in_proj_a", heads, launch)?,
                 })
+            }
+            Self::Separate { q, k, v, z, b, a } => {
+                let mut launch = launch.clone();
+                let mut outputs = vec![];
+                for ((name, projection), rows) in SEPARATE.iter().zip([q, k, v, z, b, a]).zip(c.section_rows()) {
+                    outputs.push(project(projection, name, rows, &launch)?);
+                    launch.overlap = false;
+                }
+                let qkv = Tensor::cat(&outputs[..3], D::Minus1)?;
+                Ok(Outputs::Split { qkv, z: outputs[3].clone(), b: outputs[4].clone(), a: outputs[5].clone() })
             }
         }
     }

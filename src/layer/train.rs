@@ -57,6 +57,7 @@ const OP: &str = "TrainableGatedDeltaNet";
 /// backward pass runs the forward pass once more. For 16 key heads and 32 value heads of 128, hidden 2048, in bf16 that is 61,824 bytes a
 /// token without and 4,096 with it (and the state that a call begins with). The columns of one matrix for all, or of Qwen3-Next's
 /// interleaved layout, as tensors of their own: 24,704 more on the CPU; on CUDA 41,216 in the interleaved layout and none in the other.
+/// Separate projections of q, k and v (OLMo-Hybrid) keep their outputs beside the joined ones: `2 HK K + HV V` elements more.
 /// A copy of every state is kept by neither: the backward pass computes them again from one in a chunk of tokens.
 #[derive(Debug, Clone)]
 pub struct TrainableGatedDeltaNet {
@@ -93,13 +94,7 @@ impl TrainableGatedDeltaNet {
         let c = config;
         parts.in_proj.check(c)?;
         parts.out_proj.check("out_proj", c.hidden_size, c.value_size())?;
-        let conv = &parts.conv_weight;
-        check_float(OP, "conv_weight", conv.dtype())?;
-        let want = match conv.rank() {
-            3 => vec![c.conv_channels(), 1, c.conv_kernel],
-            _ => vec![c.conv_channels(), c.conv_kernel],
-        };
-        check_shape(OP, "conv_weight", conv, &want)?;
+        parts.conv_weight.check(OP, c)?;
         for (arg, tensor, len) in [
             ("a_log", &parts.a_log, c.num_value_heads),
             ("dt_bias", &parts.dt_bias, c.num_value_heads),
@@ -107,7 +102,7 @@ impl TrainableGatedDeltaNet {
         ] {
             check_float(OP, arg, tensor.dtype())?;
             check_shape(OP, arg, tensor, &[len])?;
-            check_device(OP, arg, tensor, conv.device())?;
+            check_device(OP, arg, tensor, parts.conv_weight.first().device())?;
         }
         let options = RuleOptions::with(|options| options.beta_scale = c.beta_scale);
         Ok(Self { config: c.clone(), parts, options, recompute: false })
@@ -208,10 +203,7 @@ impl TrainableGatedDeltaNet {
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let (c, parts, launch) = (&self.config, &self.parts, &Launch::default());
         let [qkv, z, ba] = in_order(c, parts.in_proj.forward_tracked(c, &x.contiguous()?)?)?;
-        let conv_weight = match parts.conv_weight.rank() {
-            3 => parts.conv_weight.squeeze(1)?,
-            _ => parts.conv_weight.clone(),
-        };
+        let conv_weight = parts.conv_weight.joined()?;
         let (window, recurrent) = state.map(|state| (&state.conv, &state.recurrent)).unzip();
         let gates = gdn_gates(&ba, &parts.a_log, &parts.dt_bias, c.beta_scale)?;
         let inner = causal_conv1d_diff(&qkv, &conv_weight, window, cu_seqlens, true)?;
@@ -279,7 +271,7 @@ impl TrainableGatedDeltaNet {
             }
         }
         check_float(OP, "x", x.dtype())?;
-        check_device(OP, "x", x, self.parts.conv_weight.device())
+        check_device(OP, "x", x, self.parts.conv_weight.first().device())
     }
 }
 

@@ -1,15 +1,15 @@
 //! The layer in training out of a checkpoint, or new.
 
-use super::layout::Layout;
-use super::load::init_weights;
+use super::layout::{Layout, SEPARATE};
+use super::load::{convolutions, init_weights};
 use super::{GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{DType, Result, Tensor};
 use candle_nn::{Init, Linear, VarBuilder};
 
 impl TrainableGatedDeltaNet {
-    /// The layer with the weights under `vb`, which stands at `..linear_attn`, in Qwen's or Lara-4-Mini's layout, which
-    /// is recognised by its names as in [`GatedDeltaNet::load`](crate::GatedDeltaNet::load). Projections stay in that layout. `A_log`, `dt_bias` and the norm are read in f32,
-    /// the rest in vb's dtype.
+    /// The layer with the weights under `vb`, which stands at `..linear_attn`, in any layout of published checkpoints, which
+    /// is recognised by its names as in [`GatedDeltaNet::load`](crate::GatedDeltaNet::load). Projections and convolutions stay
+    /// in that layout. `A_log`, `dt_bias` and the norm are read in f32, the rest in vb's dtype.
     ///
     /// What `vb` gives is used as it is: variables of a `VarMap` are trained, tensors of a file are constants.
     ///
@@ -19,7 +19,7 @@ impl TrainableGatedDeltaNet {
         Self::load_with(config, vb, |_, linear| Ok(Projection::new(linear)))
     }
 
-    /// The same with a choice of what each projection becomes: `wrap` gets its name (`in_proj_qkvz`, `out_proj`) and its matrix. It
+    /// The same with a choice of what each projection becomes: `wrap` gets its name in the checkpoint (`in_proj_qkvz`, `q_proj`, `out_proj`) and its matrix. It
     /// returns the matrix itself ([`Projection::new`]), or a module with a LoRA around it ([`Projection::module`]).
     ///
     /// # Errors
@@ -49,19 +49,22 @@ impl TrainableGatedDeltaNet {
                 a: input("in_proj_a", heads)?,
             },
             Layout::OneMatrix => InProjection::Fused(input("in_proj", c.section_rows().iter().sum())?),
-            Layout::Separate => bail!(
-                "TrainableGatedDeltaNet: {0}.q_conv1d.weight: expected one convolution `{0}.conv1d.weight` of q, k and v, which is \
-                 trained as it is, got one each (OLMo-Hybrid)",
-                vb.prefix()
-            ),
+            Layout::Separate => {
+                let mut section = SEPARATE.iter().zip(c.section_rows()).map(|(name, rows)| input(name, rows));
+                let mut next = || section.next().expect("a section for each");
+                InProjection::Separate { q: next()?, k: next()?, v: next()?, z: next()?, b: next()?, a: next()? }
+            }
         };
-        let out_proj = projection("out_proj", c.hidden_size, c.value_size())?;
+        let out_proj = projection(layout.out_proj(), c.hidden_size, c.value_size())?;
         let vector = |len: usize, name: &str| -> Result<Tensor> {
             vb.get_with_hints_dtype(len, name, Init::default(), DType::F32)
         };
         let parts = GdnParts {
             in_proj,
-            conv_weight: vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?,
+            conv_weight: match layout {
+                Layout::Separate => convolutions(c, |shape, name| vb.get(&shape, name))?,
+                _ => vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?.into(),
+            },
             a_log: vector(heads, "A_log")?,
             dt_bias: vector(heads, "dt_bias")?,
             norm_weight: vector(c.value_head_dim, layout.norm())?,

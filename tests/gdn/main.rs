@@ -39,6 +39,7 @@ mod support;
 mod tensor_cores;
 mod threads;
 mod train_layer;
+mod train_layouts;
 mod train_ops;
 mod training;
 mod verify;

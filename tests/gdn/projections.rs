@@ -25,7 +25,7 @@ pub fn module(weight: &Tensor) -> Projection {
 pub fn parts(w: &Weights, in_proj: InProjection, out_proj: Projection) -> GdnParts {
     GdnParts {
         in_proj,
-        conv_weight: w["conv1d.weight"].clone(),
+        conv_weight: w["conv1d.weight"].clone().into(),
         a_log: w["A_log"].clone(),
         dt_bias: w["dt_bias"].clone(),
         norm_weight: w["norm.weight"].clone(),

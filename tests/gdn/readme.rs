@@ -49,8 +49,8 @@ fn projections_of_your_own() -> candle_core::Result<()> {
     // The rows of in_proj_weight are those of q, k, v, z, b and a, in this order. QMatMul works in f32, so all weights here are f32.
     let qmatmul = QMatMul::from_qtensor(QTensor::quantize(&in_proj_weight, GgmlDType::Q4K)?)?;
     let parts = GdnParts {
-        in_proj: InProjection::Fused(Projection::module(qmatmul)), // or Interleaved { .. }, or Split { .. }
-        conv_weight: vb.get((config.conv_channels(), 1, config.conv_kernel), "conv1d.weight")?,
+        in_proj: InProjection::Fused(Projection::module(qmatmul)), // or Interleaved { .. }, Split { .. }, Separate { .. }
+        conv_weight: vb.get((config.conv_channels(), 1, config.conv_kernel), "conv1d.weight")?.into(),
         a_log: vb.get(config.num_value_heads, "A_log")?,
         dt_bias: vb.get(config.num_value_heads, "dt_bias")?,
         norm_weight: vb.get(config.value_head_dim, "norm.weight")?,

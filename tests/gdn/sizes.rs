@@ -84,7 +84,7 @@ fn a_state_after_an_output_projection_that_fails() {
         };
         GdnParts {
             in_proj: InProjection::Fused(DenseWeight::new(randn(&[rows, 32], 1.)).unwrap().into()),
-            conv_weight: randn(&[c.conv_channels(), 4], 2.),
+            conv_weight: randn(&[c.conv_channels(), 4], 2.).into(),
             a_log: randn(&[4], 3.),
             dt_bias: randn(&[4], 4.),
             norm_weight: randn(&[16], 5.),

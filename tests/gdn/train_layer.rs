@@ -17,31 +17,32 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
 
 /// The weights as variables of a map.
-fn variables(weights: &HashMap<String, Tensor>, dtype: DType) -> VarMap {
+pub fn variables(weights: &HashMap<String, Tensor>, dtype: DType) -> VarMap {
     let map = VarMap::new();
     for (name, x) in weights {
-        let dtype = if ["A_log", "dt_bias", "norm.weight"].contains(&&**name) { DType::F32 } else { dtype };
+        let in_f32 = ["A_log", "dt_bias"].contains(&&**name) || name.ends_with("norm.weight");
+        let dtype = if in_f32 { DType::F32 } else { dtype };
         map.data().lock().unwrap().insert(name.clone(), Var::from_tensor(&x.to_dtype(dtype).unwrap()).unwrap());
     }
     map
 }
 
-fn var(map: &VarMap, name: &str) -> Var {
+pub fn var(map: &VarMap, name: &str) -> Var {
     map.data().lock().unwrap()[name].clone()
 }
 
-fn names(map: &VarMap) -> Vec<String> {
+pub fn names(map: &VarMap) -> Vec<String> {
     let mut names: Vec<_> = map.data().lock().unwrap().keys().cloned().collect();
     names.sort();
     names
 }
 
-fn load(c: &GdnConfig, map: &VarMap, dtype: DType, device: &Device) -> TrainableGatedDeltaNet {
+pub fn load(c: &GdnConfig, map: &VarMap, dtype: DType, device: &Device) -> TrainableGatedDeltaNet {
     TrainableGatedDeltaNet::load(c, VarBuilder::from_varmap(map, dtype, device)).unwrap()
 }
 
 /// y, and the gradients of `<d_y, y>` by name, x among them.
-fn run(
+pub fn run(
     layer: &TrainableGatedDeltaNet,
     map: &VarMap,
     (x, d_y): (&Tensor, &Tensor),
@@ -269,10 +270,10 @@ fn recomputation_is_obeyed_with_a_state() {
 }
 
 /// A LoRA around a frozen matrix.
-struct Lora {
-    base: Tensor,
-    a: Tensor,
-    b: Tensor,
+pub struct Lora {
+    pub base: Tensor,
+    pub a: Tensor,
+    pub b: Tensor,
 }
 
 impl Module for Lora {

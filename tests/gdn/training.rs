@@ -264,5 +264,5 @@ fn a_new_layer_begins_as_a_published_one() {
     missing.remove("dt_bias");
     let init = |w| GatedDeltaNet::init(&config(), VarBuilder::from_tensors(w, DType::F32, device));
     refused(init(missing), &["dt_bias"]);
-    refused(init(interleaved), &["in_proj_qkvz.weight: expected no weights of Qwen3-Next's layout; use load"]);
+    refused(init(interleaved), &["in_proj_qkvz.weight: expected no weights of a layout but Qwen3.5's; use load"]);
 }

@@ -119,10 +119,11 @@ fn training_of_an_adapter_is_torchs() -> Result<()> {
     Ok(())
 }
 
-/// The models of the family: mixtures and dense ones, Qwen3-Next's names and Qwen3.5's, tied embeddings.
+/// Mixtures and dense ones, Qwen3-Next's names and Qwen3.5's, tied embeddings; OLMo-Hybrid.
 #[test]
 fn logits_are_those_of_transformers() -> Result<()> {
-    for goldens in [golden::DEMO, golden::QWEN3_5, golden::QWEN3_5_MOE].iter().filter(|goldens| goldens.is_here()) {
+    let all = [golden::DEMO, golden::QWEN3_5, golden::QWEN3_5_MOE, golden::OLMO_HYBRID];
+    for goldens in all.iter().filter(|goldens| goldens.is_here()) {
         for device in devices() {
             let config = goldens.config()?;
             let weights = Weights::load(&files(&goldens.dir()), &config, DType::F32, &device)?;

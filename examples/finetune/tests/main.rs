@@ -1,6 +1,7 @@
 //! Training against torch, and the program around it. `CANDLE_GDN_GOLDENS` names the folder of the full golden files, which has the
 //! Qwen3.5 checkpoints.
 
+mod families;
 mod files;
 mod goldens;
 mod optimizer;

@@ -85,7 +85,7 @@ impl WeightShards {
             ("linear_attn", "in_proj_qkvz" | "in_proj_ba" | "in_proj_z" | "in_proj_b" | "in_proj_a") => along(0),
             ("linear_attn", "A_log" | "dt_bias") => along(0),
             ("linear_attn", "q_proj" | "k_proj" | "v_proj" | "g_proj" | "b_proj" | "a_proj") => along(0),
-            // Thirds of the whole are no whole heads, of which a rank could have some.
+            // By head, as a rank reads them; files that have thirds: `in_thirds`.
             ("linear_attn", "q_conv1d" | "k_conv1d") if shape.first()? * shard.size == c.key_size() => along(0),
             ("linear_attn", "v_conv1d") if shape.first()? * shard.size == c.value_size() => along(0),
             ("linear_attn", "in_proj") => {
@@ -115,6 +115,30 @@ impl WeightShards {
             (_, "embed_tokens" | "lm_head") => along(0),
             _ => None,
         }
+    }
+
+    /// The rank's shard, of this shape, of one of OLMo-Hybrid's three convolutions where the file has thirds of the whole
+    /// ([`GdnConfig::conv_thirds`](candle_gdn::GdnConfig::conv_thirds)), which may be cut inside a head: its rows in each of the
+    /// tensors that it lies in. `None` for any other weight.
+    pub fn in_thirds(&self, name: &str, shape: &[usize]) -> Option<Vec<(String, DimRanges)>> {
+        const NAMES: [&str; 3] = ["q_conv1d.weight", "k_conv1d.weight", "v_conv1d.weight"];
+        let c = &self.config.gdn;
+        let (at, last) = name.rsplit_once("linear_attn.")?;
+        let section = NAMES.iter().position(|name| *name == last)?;
+        let kept = self.shard.range([c.key_size(), c.key_size(), c.value_size()][section]);
+        if *shape.first()? != kept.len() {
+            return None;
+        }
+        let wanted = section * c.key_size() + kept.start..section * c.key_size() + kept.end;
+        let (mut parts, mut first) = (Vec::new(), 0);
+        for (name, of) in NAMES.iter().zip(c.conv_thirds()) {
+            let rows = wanted.start.clamp(first, first + of) - first..wanted.end.clamp(first, first + of) - first;
+            if !rows.is_empty() {
+                parts.push((format!("{at}linear_attn.{name}"), DimRanges { dim: 0, of, ranges: Vec::from([rows]) }));
+            }
+            first += of;
+        }
+        Some(parts)
     }
 }
 

@@ -8,6 +8,7 @@ use candle_core::safetensors::Load;
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
+use std::ops::Range;
 
 /// The source of the shards.
 enum Whole<'a> {
@@ -62,37 +63,63 @@ fn sharded<'a>(
     Ok(dequantized(weights, config.fp8.as_ref(), Some(shards), has_dtypes))
 }
 
-impl SimpleBackend for ShardedWeights<'_> {
-    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
-        let kept = self.shards.ranges_of(name, shape.dims());
-        let whole = kept.as_ref().map_or_else(|| shape.dims().to_vec(), |kept| kept.whole(shape.dims()));
-        let got = match &self.whole {
+impl ShardedWeights<'_> {
+    /// The shard of `shape` that has `kept` of the weight.
+    fn read(
+        &self,
+        (name, kept): (&str, Option<&DimRanges>),
+        shape: &[usize],
+        init: Init,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Tensor> {
+        let whole = kept.map_or_else(|| shape.to_vec(), |kept| kept.whole(shape));
+        match &self.whole {
             Whole::Files(files) => {
                 let view = files.view(name, dtype)?;
                 if view.shape() != whole {
                     bail!("shape mismatch for {name}: expected {whole:?}, got {:?}", view.shape())
                 }
-                match &kept {
+                match kept {
                     Some(kept) => {
                         let stored = DType::try_from(view.dtype())?;
-                        let bytes = shard_bytes(view.data(), kept, shape.dims(), stored.size_in_bytes());
-                        let shard = Tensor::from_raw_buffer(&bytes, stored, shape.dims(), &Device::Cpu)?;
-                        shard.to_device(device)?.to_dtype(dtype)?
+                        let bytes = shard_bytes(view.data(), kept, shape, stored.size_in_bytes());
+                        let shard = Tensor::from_raw_buffer(&bytes, stored, shape, &Device::Cpu)?;
+                        shard.to_device(device)?.to_dtype(dtype)
                     }
-                    None => view.load(device)?.to_dtype(dtype)?,
+                    None => view.load(device)?.to_dtype(dtype),
                 }
             }
             Whole::Weights(weights) => {
                 let weights = weights.clone().set_device(device.clone());
                 let got = weights.get_with_hints_dtype(whole, name, init, dtype)?;
-                match &kept {
+                match kept {
                     Some(kept) => {
                         let ranges = kept.ranges.iter().map(|range| got.narrow(kept.dim, range.start, range.len()));
                         // A copy: a view would keep the whole weight in memory.
-                        Tensor::cat(&ranges.collect::<Result<Vec<_>>>()?, kept.dim)?.force_contiguous()?
+                        Tensor::cat(&ranges.collect::<Result<Vec<_>>>()?, kept.dim)?.force_contiguous()
                     }
-                    None => got,
+                    None => Ok(got),
                 }
+            }
+        }
+    }
+}
+
+impl SimpleBackend for ShardedWeights<'_> {
+    fn get(&self, shape: Shape, name: &str, init: Init, dtype: DType, device: &Device) -> Result<Tensor> {
+        let kept = self.shards.ranges_of(name, shape.dims());
+        let got = match self.read((name, kept.as_ref()), shape.dims(), init, dtype, device) {
+            Ok(got) => got,
+            Err(error) => {
+                let Some(parts) = self.shards.in_thirds(name, shape.dims()) else { return Err(error) };
+                let part = |(name, kept): &(String, DimRanges)| {
+                    let mut shape = shape.dims().to_vec();
+                    shape[0] = kept.ranges.iter().map(Range::len).sum();
+                    self.read((name, Some(kept)), &shape, init, dtype, device)
+                };
+                let parts = parts.iter().map(part).collect::<Result<Vec<_>>>().map_err(|_| error)?;
+                Tensor::cat(&parts, 0)?
             }
         };
         if got.shape() != &shape {

@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 const CPU: Device = Device::Cpu;
 pub const RANK: usize = 2;
-const ALPHA: usize = 4;
+pub const ALPHA: usize = 4;
 
 /// An adapter to be written.
 #[derive(Clone)]
@@ -77,15 +77,20 @@ impl Adapter {
         LoraAdapter::open(self.write()?.path())
     }
 
+    /// A and B of a module.
+    pub fn factors(&self, module: &str) -> [&Tensor; 2] {
+        ["A", "B"].map(|half| &self.tensors[&format!("base_model.model.{module}.lora_{half}.weight")])
+    }
+
     /// `B A` of a module.
     fn product(&self, module: &str) -> Result<Tensor> {
-        let [a, b] = ["A", "B"].map(|half| &self.tensors[&format!("base_model.model.{module}.lora_{half}.weight")]);
+        let [a, b] = self.factors(module);
         b.matmul(a)
     }
 }
 
 /// The model with `scale` times a product added to each weight, by hand.
-fn by_hand(tiny: &Tiny, scale: f64, products: &[(String, Tensor)]) -> Result<Tiny> {
+pub fn by_hand(tiny: &Tiny, scale: f64, products: &[(String, Tensor)]) -> Result<Tiny> {
     let mut tiny = tiny.clone();
     for (name, product) in products {
         let weight = tiny.weights.get_mut(name).expect("a weight");
@@ -94,7 +99,7 @@ fn by_hand(tiny: &Tiny, scale: f64, products: &[(String, Tensor)]) -> Result<Tin
     Ok(tiny)
 }
 
-fn merged_by_hand(tiny: &Tiny, adapter: &Adapter, modules: &[&str]) -> Result<Tiny> {
+pub fn merged_by_hand(tiny: &Tiny, adapter: &Adapter, modules: &[&str]) -> Result<Tiny> {
     let products = modules.iter().map(|module| Ok((format!("{module}.weight"), adapter.product(module)?)));
     by_hand(tiny, (ALPHA / RANK) as f64, &products.collect::<Result<Vec<_>>>()?)
 }
@@ -272,8 +277,7 @@ fn fused_adapter(tiny: &Tiny) -> Result<(Adapter, Vec<(String, Tensor)>)> {
         [("experts.base_layer", "gate_up_proj", 4, [2 * inner, hidden]), ("experts", "down_proj", 2, [hidden, inner])]
     {
         adapter.add(&format!("{at}.{module}"), rank * experts, [outputs, inputs]);
-        let [a, b] =
-            ["A", "B"].map(|half| &adapter.tensors[&format!("base_model.model.{at}.{module}.lora_{half}.weight")]);
+        let [a, b] = adapter.factors(&format!("{at}.{module}"));
         for expert in 0..experts {
             let columns = Tensor::from_iter((0..rank).map(|j| (j * experts + expert) as u32), &CPU)?;
             let product = b.index_select(&columns, 1)?.matmul(&a.narrow(0, expert * rank, rank)?)?;

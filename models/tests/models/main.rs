@@ -27,6 +27,7 @@ mod gguf_entries;
 mod gguf_refused;
 mod logprobs;
 mod lora;
+mod lora_families;
 mod lora_refused;
 mod model;
 mod moe;

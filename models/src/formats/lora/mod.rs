@@ -26,7 +26,7 @@ const FACTORS: [&str; 2] = [".lora_A.weight", ".lora_B.weight"];
 ///
 /// A module with weight `W [out, in]` becomes `W + s B A`, where `A [r, in]` and `B [out, r]` are the adapter's and
 /// `s = alpha / r`, or `alpha / sqrt(r)` with `use_rslora`; `rank_pattern` and `alpha_pattern` give single modules an r and alpha of their
-/// own. Adapters of the projections, of routers and of the head are read, and of experts: of each on its own, or of all of a layer
+/// own. Adapters of the projections, of routers and of the head are read (not of embeddings, convolutions and norms), and of experts: of each on its own, or of all of a layer
 /// as PEFT fuses them (`target_parameters`: `A [experts * r, in]` by expert, `B [out, r * experts]` by rank). Names begin with
 /// `base_model.model.` or not, and have `language_model` in them or not, whatever the checkpoint has.
 ///
@@ -50,7 +50,7 @@ impl LoraAdapter {
     /// Reads the adapter in the folder `dir`.
     ///
     /// # Errors
-    /// A file that is missing or broken; a tensor that is none of a LoRA product, lacks its other half or has not the rank that the
+    /// A file that is missing or broken; a tensor that is none of a LoRA product, is of a convolution, lacks its other half or has not the rank that the
     /// configuration says; and, by its key, whatever in the configuration is not computed: another `peft_type`, DoRA and other variants,
     /// biases, `modules_to_save`, `trainable_token_indices`, `layer_replication`, `fan_in_fan_out`, first values that
     /// change the model's own weights, and keys that are not known and not empty.
@@ -85,6 +85,9 @@ fn modules(tensors: impl IntoIterator<Item = (String, Tensor)>, config: &Adapter
         };
         let (parameter, is_fused) = parameter(&name, config)?;
         let path = inside(&parameter).strip_suffix(".weight").unwrap_or(inside(&parameter)).to_string();
+        if path.ends_with("conv1d") {
+            bail!("tensor {tensor}: expected one of a projection, got one of a convolution, which adapters are not merged into")
+        }
         let (rank, scale) = config.rank_and_scale(&parameter);
         let product = product(&name, factors, scale)?;
         if !product.rank.is_multiple_of(rank) || !is_fused && product.rank != rank {

@@ -19,6 +19,7 @@ impl LoraAdapter {
 fn stack(path: &str, config: &ModelConfig) -> Option<(String, u64)> {
     let (gdn, attention, moe) = (&config.gdn, &config.attention, config.moe.as_ref());
     let (at, name) = path.rsplit_once('.').unwrap_or(("", path));
+    let of_gdn = at.ends_with("linear_attn");
     let in_experts = at.split('.').any(|part| part == "experts");
     let (inner, experts) = match moe {
         Some(moe) if in_experts => (moe.intermediate_size, moe.num_experts),
@@ -28,11 +29,12 @@ fn stack(path: &str, config: &ModelConfig) -> Option<(String, u64)> {
     let (stack, factors) = match name {
         "gate_proj" | "up_proj" | "gate_up_proj" => ("gate_up", [experts, 2 * inner]),
         "down_proj" => ("down", [experts, inner]),
-        name if name.starts_with("in_proj_") => {
+        "out_proj" | "o_proj" if of_gdn => ("out_proj", [1, gdn.value_size()]),
+        // However many the checkpoint has.
+        name if of_gdn && name.contains("proj") => {
             ("in_proj", [1, 2 * (gdn.key_size() + gdn.value_size() + gdn.num_value_heads)])
         }
-        "out_proj" => ("out_proj", [1, gdn.value_size()]),
-        "q_proj" => ("q_proj", [2 * attention.num_heads, attention.head_dim]),
+        "q_proj" => ("q_proj", [1, attention.query_rows()]),
         "k_proj" | "v_proj" => (name, [attention.num_kv_heads, attention.head_dim]),
         "o_proj" => ("o_proj", [attention.num_heads, attention.head_dim]),
         "lm_head" => ("lm_head", [1, config.vocab_size]),

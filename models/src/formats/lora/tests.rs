@@ -52,16 +52,39 @@ fn a_product_of_all_experts_is_taken_apart() {
     assert_eq!((second.a, second.b), (vec![4., 5., 6., 7.], vec![1., 3., 5., 7., 9., 11.]));
 }
 
+fn changed(config: &ModelConfig, paths: &[&str]) -> u64 {
+    let product = Product { tensor: "t".into(), rank: 1, inputs: 1, outputs: 1, a: vec![0.], b: vec![0.] };
+    let module = |path: &&str| Module { path: path.to_string(), product: product.clone(), experts: None };
+    LoraAdapter { modules: paths.iter().map(module).collect() }.changed_parameters(config)
+}
+
+/// Whatever a checkpoint's projections are, the layer multiplies with one matrix.
+#[test]
+fn changed_numbers_of_other_layouts() -> Result<()> {
+    let olmo = ModelConfig::from_json(include_str!("../../../../examples/generate/configs/olmo-hybrid-7b.json"))?;
+    let lara = ModelConfig::from_json(include_str!("../../../../examples/generate/configs/lara-4-mini.json"))?;
+    let inputs =
+        |c: &ModelConfig| (2 * (c.gdn.key_size() + c.gdn.value_size() + c.gdn.num_value_heads) * c.hidden_size) as u64;
+    let outputs = |c: &ModelConfig| (c.gdn.value_size() * c.hidden_size) as u64;
+    let queries = |c: &ModelConfig| (c.attention.num_heads * c.attention.head_dim * c.hidden_size) as u64;
+    let each = ["q", "k", "v", "g", "b", "a"].map(|name| format!("layers.0.linear_attn.{name}_proj"));
+    for path in &each {
+        assert_eq!(changed(&olmo, &[path]), inputs(&olmo), "{path}");
+    }
+    assert_eq!(changed(&olmo, &each.each_ref().map(|path| &**path)), inputs(&olmo));
+    assert_eq!(changed(&olmo, &["layers.0.linear_attn.o_proj"]), outputs(&olmo));
+    assert_eq!(changed(&olmo, &["layers.3.self_attn.q_proj"]), queries(&olmo));
+    assert_eq!(changed(&lara, &["layers.0.linear_attn.in_proj"]), inputs(&lara));
+    assert_eq!(changed(&lara, &["layers.0.linear_attn.out_proj"]), outputs(&lara));
+    assert_eq!(changed(&lara, &["layers.1.self_attn.q_proj"]), queries(&lara));
+    Ok(())
+}
+
 /// What is stored as one is counted once.
 #[test]
 fn changed_numbers() -> Result<()> {
     let json = include_str!("../../../../examples/generate/demo/config.json");
     let config = ModelConfig::from_json(json)?;
-    let count = |paths: &[&str]| {
-        let product = Product { tensor: "t".into(), rank: 1, inputs: 1, outputs: 1, a: vec![0.], b: vec![0.] };
-        let module = |path: &&str| Module { path: path.to_string(), product: product.clone(), experts: None };
-        LoraAdapter { modules: paths.iter().map(module).collect() }.changed_parameters(&config)
-    };
     let experts = 8 * 64 * 192;
     for (paths, want) in [
         (&["layers.0.linear_attn.in_proj_ba"][..], (1536 + 8) * 192),
@@ -76,7 +99,7 @@ fn changed_numbers() -> Result<()> {
         (&["layers.0.mlp.gate", "layers.0.mlp.shared_expert_gate"], 0),
         (&["lm_head"], 1024 * 192),
     ] {
-        assert_eq!(count(paths), want, "{paths:?}");
+        assert_eq!(changed(&config, paths), want, "{paths:?}");
     }
     Ok(())
 }
