@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use pulp::{bytemuck, Simd, WithSimd};
 
 /// An input element: read as `f32`, written rounded to nearest.
-pub trait Element: Copy + Send + Sync + 'static {
+pub trait Element: Copy + Send + Sync + bytemuck::Zeroable + 'static {
     /// The zero value.
     const ZERO: Self;
     fn to_f32(self) -> f32;

@@ -9,5 +9,5 @@ pub mod simd;
 mod view;
 
 pub use element::{Element, Stored};
-pub use pages::Pages;
+pub use pages::{zeroed_vec, Pages};
 pub use view::{parallel, prefetch, prefetch_line, Heads, Sequences, Shared, Slots};

@@ -1,6 +1,7 @@
-//! Memory for weights, which products read from front to back.
+//! Memory for weights, which products read from front to back, and for large results.
 
 use pulp::bytemuck::Zeroable;
+use std::alloc::{alloc_zeroed, handle_alloc_error, Layout};
 use std::ops::{Deref, DerefMut};
 
 /// A slice that never grows. A large one lies on huge pages where the system has some: with small ones a processor that
@@ -24,9 +25,11 @@ impl<T: Zeroable + Copy> Pages<T> {
     }
 }
 
+/// Bytes of a huge page.
+const HUGE: usize = 2 << 20;
+
 #[cfg(target_os = "linux")]
 fn map_huge(bytes: usize) -> Option<memmap2::MmapMut> {
-    const HUGE: usize = 2 << 20;
     if bytes < HUGE {
         return None;
     }
@@ -63,6 +66,30 @@ impl<T> DerefMut for Pages<T> {
     }
 }
 
+/// `n` zeros in a vector, for a result that is too large to lie in a cache. Where the system has huge pages, its first use costs one page
+/// fault for each of these, instead of five hundred.
+pub fn zeroed_vec<T: Zeroable + Copy>(n: usize) -> Vec<T> {
+    let Ok(layout) = Layout::array::<T>(n) else { return vec![T::zeroed(); n] };
+    if layout.size() < HUGE {
+        return vec![T::zeroed(); n];
+    }
+    // SAFETY: the layout has a size, the memory is that of n zeros, which T may be, and the vector's allocator is the same.
+    unsafe {
+        let data = alloc_zeroed(layout);
+        if data.is_null() {
+            handle_alloc_error(layout);
+        }
+        // A hint, for the whole pages inside: whether the system takes it does not matter.
+        #[cfg(target_os = "linux")]
+        libc::madvise(
+            data.add(data.align_offset(HUGE)).cast(),
+            (layout.size() - data.align_offset(HUGE)) / HUGE * HUGE,
+            libc::MADV_HUGEPAGE,
+        );
+        Vec::from_raw_parts(data.cast(), n, n)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -70,6 +97,7 @@ mod tests {
     #[test]
     fn of_all_sizes() {
         for n in [0, 1, 1000, (2 << 20) / 4, (2 << 20) / 4 + 1, (5 << 20) / 4, (31 << 20) / 4 + 3] {
+            assert!(zeroed_vec::<f32>(n) == vec![0.; n]);
             let mut pages = Pages::<f32>::zeroed(n);
             assert!(pages.len() == n && pages.iter().all(|x| *x == 0.));
             pages.iter_mut().enumerate().for_each(|(i, x)| *x = i as f32);

@@ -21,8 +21,9 @@
 //! ```
 #![allow(clippy::needless_range_loop)] // the indices are the formula's
 
-use super::matmul::{product, Base, Left, ALIGN};
+use super::matmul::{product, Base, Left};
 use super::tokens::{transpose, Scratch, Sizes, Square, Tokens, CHUNK};
+use candle_gdn_core::cpu::prefetch;
 use candle_gdn_core::cpu::simd::{axpy, dot};
 use pulp::{Simd, WithSimd};
 
@@ -34,7 +35,7 @@ pub struct Kept<'a> {
 
 /// The gradients of a chunk's inputs.
 pub struct Gradients {
-    /// `[2 CHUNK, padded K]`: of the scaled queries, then of the keys.
+    /// `[2 CHUNK, padded K]`: of the scaled queries, then of the keys. Each value head adds its own.
     pub qk: Vec<f32>,
     /// `[CHUNK, padded V]`
     pub v: Vec<f32>,
@@ -71,9 +72,8 @@ impl WithSimd for Forward<'_, '_> {
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let l = tokens.lower();
         let Scratch { transposed, decayed, .. } = &mut tokens.scratch;
-        let rows = Left::Rows(state, keys);
-        product(simd, (value_dim, CHUNK, keys), rows, &tokens.keys, Base::None, transposed);
-        transpose(transposed, (value_dim, CHUNK), (CHUNK, values), kept.p);
+        with_keys(simd, state, &tokens.keys, next.as_deref().unwrap_or_default(), transposed);
+        transpose(transposed, (values, CHUNK), kept.p);
         for i in 0..CHUNK {
             let (done, rest) = kept.u.split_at_mut(i * values);
             let (u, p, v) = (&mut rest[..values], &kept.p[i * values..][..values], &tokens.v[i * values..][..values]);
@@ -121,9 +121,10 @@ impl WithSimd for Backward<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let pairs = self.pairs(simd);
-        self.values(simd, &pairs);
-        let [across, inside] = self.keys(simd, &pairs);
-        self.out.log_decay = log_decays(&pairs, &across, &inside, self.tokens.decays.whole * self.inner());
+        let mut across = self.values(simd, &pairs);
+        let inside = self.keys(simd, &pairs, &mut across);
+        let whole = self.tokens.decays.whole * inner(simd, self.d_state, self.state);
+        self.out.log_decay = log_decays(&pairs, &across, &inside, whole);
         self.states(simd);
     }
 }
@@ -133,15 +134,14 @@ impl Backward<'_> {
     #[inline(always)]
     fn pairs<S: Simd>(&mut self, simd: S) -> Pairs {
         let tokens = &mut *self.tokens;
-        let Sizes { value_dim, keys, values, .. } = tokens.sizes;
+        let Sizes { value_dim, values, .. } = tokens.sizes;
         let l = tokens.lower();
         let mut a = tokens.with_keys[1];
         masked(&mut a, &tokens.decays.between);
 
-        let Scratch { transposed, d_u, .. } = &mut tokens.scratch;
-        let rows = Left::Rows(self.d_state, keys);
-        product(simd, (value_dim, CHUNK, keys), rows, &tokens.keys, Base::None, transposed);
-        transpose(transposed, (value_dim, CHUNK), (CHUNK, values), d_u);
+        let Scratch { transposed, updates, d_u, .. } = &mut tokens.scratch;
+        with_keys(simd, self.d_state, &tokens.keys, self.state, transposed);
+        transpose(transposed, (values, CHUNK), d_u);
         for (row, after) in d_u.chunks_exact_mut(values).zip(tokens.decays.after) {
             row.iter_mut().for_each(|d| *d *= after);
         }
@@ -153,61 +153,61 @@ impl Backward<'_> {
                 axpy(simd, &mut rest[i * values..], -l[j][i], row);
             }
         }
-        transpose(self.u, (CHUNK, value_dim), (values, CHUNK), transposed);
-        let d_a = with_updates(simd, &tokens.d_op[..CHUNK * values], values, transposed);
-        let mut d_l = with_updates(simd, d_u, values, transposed);
+        transpose(self.u, (CHUNK, values), updates);
+        let updates = &updates[..value_dim * CHUNK];
+        let d_a = with_updates(simd, &tokens.d_op[..CHUNK * values], values, updates);
+        let mut d_l = with_updates(simd, d_u, values, updates);
         d_l.as_flattened_mut().iter_mut().for_each(|d| *d = -*d);
         Pairs { l, a, d_a, d_l }
     }
 
-    /// The gradients of v, beta and P.
+    /// The gradients of v, beta and P, and what that of P tells of the log decays.
     #[inline(always)]
-    fn values<S: Simd>(&mut self, simd: S, pairs: &Pairs) {
+    fn values<S: Simd>(&mut self, simd: S, pairs: &Pairs) -> [f32; CHUNK] {
         let tokens = &mut *self.tokens;
         let values = tokens.sizes.values;
         let (_, d_p) = tokens.d_op.split_at_mut(CHUNK * values);
+        let mut across = [0.0; CHUNK];
         for i in 0..CHUNK {
             let row = i * values..(i + 1) * values;
             let (d_b, beta, before) = (&tokens.scratch.d_u[row.clone()], tokens.beta[i], tokens.decays.before[i]);
-            let mut d_beta = dot(simd, d_b, &tokens.v[row.clone()]) - before * dot(simd, d_b, &self.p[row.clone()]);
+            let with_p = before * dot(simd, d_b, &self.p[row.clone()]);
+            let mut d_beta = dot(simd, d_b, &tokens.v[row.clone()]) - with_p;
             for j in 0..i {
                 d_beta += pairs.d_l[i][j] * tokens.with_keys[0][i][j] * tokens.decays.between[i][j];
             }
             self.out.beta[i] = d_beta;
+            across[i] = -beta * with_p;
             for ((d_v, d_p), d_b) in self.out.v[row.clone()].iter_mut().zip(&mut d_p[row]).zip(d_b) {
                 *d_v = beta * d_b;
                 *d_p = -before * *d_v;
             }
         }
+        across
     }
 
-    /// The gradients of q and k, and what they tell of the log decays: what reads the state before the chunk, and what goes into the
-    /// one after it.
+    /// Adds the gradients of q and k, and what they tell of the log decays: to `across` for what reads the state before the chunk, and as
+    /// the result for what goes into the one after it.
     #[inline(always)]
-    fn keys<S: Simd>(&mut self, simd: S, pairs: &Pairs) -> [[f32; CHUNK]; 2] {
+    fn keys<S: Simd>(&mut self, simd: S, pairs: &Pairs, across: &mut [f32; CHUNK]) -> [f32; CHUNK] {
         let (tokens, out) = (&mut *self.tokens, &mut *self.out);
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let (q, k) = tokens.qk.split_at(CHUNK * keys);
-        let d_op = Left::Rows(&tokens.d_op, values);
-        product(simd, (2 * CHUNK, keys, value_dim), d_op, self.state, Base::None, &mut out.qk);
         let (d_q, d_k) = out.qk.split_at_mut(CHUNK * keys);
-        let (mut across, mut inside) = ([0.0; CHUNK], [0.0; CHUNK]);
-        let d_p = &tokens.d_op[CHUNK * values..];
-        for i in 0..CHUNK {
-            let (key_row, value_row) = (i * keys..(i + 1) * keys, i * values..(i + 1) * values);
-            let d_q = &mut d_q[key_row.clone()];
-            d_q.iter_mut().for_each(|d| *d *= tokens.decays.before[i]);
-            across[i] = dot(simd, d_q, &q[key_row]) + dot(simd, &d_p[value_row.clone()], &self.p[value_row]);
-        }
-        // K by U dS, into a place of its own for its share of the log decays.
-        let d_k1 = &mut tokens.scratch.d_k1;
-        let u = Left::Rows(self.u, values);
-        product(simd, (CHUNK, keys, value_dim), u, self.d_state, Base::None, d_k1);
+        let (d_op_s, u_ds) = tokens.scratch.with_states.split_at_mut(2 * CHUNK * keys);
+        let (d_op, u) = (Left::Rows(&tokens.d_op, values), Left::Rows(self.u, values));
+        product(simd, (2 * CHUNK, keys, value_dim), d_op, self.state, Base::None, d_op_s);
+        product(simd, (CHUNK, keys, value_dim), u, self.d_state, Base::None, u_ds);
+        let (d_o_s, d_p_s) = d_op_s.split_at(CHUNK * keys);
+        let mut inside = [0.0; CHUNK];
         for i in 0..CHUNK {
             let row = i * keys..(i + 1) * keys;
-            let after = tokens.decays.after[i];
-            inside[i] = after * dot(simd, &d_k1[row.clone()], &k[row.clone()]);
-            axpy(simd, &mut d_k[row.clone()], after, &d_k1[row]);
+            let (before, after) = (tokens.decays.before[i], tokens.decays.after[i]);
+            across[i] += before * dot(simd, &d_o_s[row.clone()], &q[row.clone()]);
+            inside[i] = after * dot(simd, &u_ds[row.clone()], &k[row.clone()]);
+            axpy(simd, &mut d_q[row.clone()], before, &d_o_s[row.clone()]);
+            axpy(simd, &mut d_k[row.clone()], after, &u_ds[row.clone()]);
+            axpy(simd, &mut d_k[row.clone()], 1.0, &d_p_s[row]);
         }
         // [F^T | M + M^T] and F.
         let (mut both, mut f) = ([[0.0; 2 * CHUNK]; CHUNK], pairs.d_a);
@@ -226,21 +226,7 @@ impl Backward<'_> {
         product(simd, (CHUNK, keys, CHUNK), f, k, Base::Own(1.0), d_q);
         let both = Left::Rows(both.as_flattened(), 2 * CHUNK);
         product(simd, (CHUNK, keys, 2 * CHUNK), both, &tokens.qk, Base::Own(1.0), d_k);
-        [across, inside]
-    }
-
-    /// `<dS, S>` in sixteen sums.
-    #[inline(always)]
-    fn inner(&self) -> f32 {
-        let mut sums = [0f32; ALIGN];
-        let (d_state, _) = self.d_state.as_chunks::<ALIGN>();
-        let (state, _) = self.state.as_chunks::<ALIGN>();
-        for (d, s) in d_state.iter().zip(state) {
-            for i in 0..ALIGN {
-                sums[i] += d[i] * s[i];
-            }
-        }
-        sums.iter().sum()
+        inside
     }
 
     /// The gradient of the state before the chunk.
@@ -257,6 +243,36 @@ impl Backward<'_> {
         let d_op = Left::Columns(&tokens.d_op, values);
         let base = Base::Own(tokens.decays.whole);
         product(simd, (value_dim, keys, 2 * CHUNK), d_op, decayed, base, self.d_state);
+    }
+}
+
+/// `<dS, S>` in four vectors of sums: one would wait for itself.
+#[inline(always)]
+fn inner<S: Simd>(simd: S, d_state: &[f32], state: &[f32]) -> f32 {
+    let (d, s) = (S::as_simd_f32s(d_state).0, S::as_simd_f32s(state).0);
+    let mut sums = [simd.splat_f32s(0.0); 4];
+    let ((d, d_rest), (s, s_rest)) = (d.as_chunks::<4>(), s.as_chunks::<4>());
+    for (d, s) in d.iter().zip(s) {
+        for i in 0..4 {
+            sums[i] = simd.mul_add_e_f32s(d[i], s[i], sums[i]);
+        }
+    }
+    for (d, s) in d_rest.iter().zip(s_rest) {
+        sums[0] = simd.mul_add_e_f32s(*d, *s, sums[0]);
+    }
+    let [a, b, c, d] = sums;
+    simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d)))
+}
+
+/// A state, or its gradient, by the keys `[padded K, CHUNK]`: `[V, CHUNK]`. On the way it prefetches another state, which is used next and
+/// lies in memory.
+#[inline(always)]
+fn with_keys<S: Simd>(simd: S, state: &[f32], keys: &[f32], ahead: &[f32], out: &mut [f32]) {
+    const ROWS: usize = 8;
+    let row = keys.len() / CHUNK;
+    for (i, (rows, out)) in state.chunks(ROWS * row).zip(out.chunks_mut(ROWS * CHUNK)).enumerate() {
+        prefetch(ahead.chunks(ROWS * row).nth(i).unwrap_or_default());
+        product(simd, (rows.len() / row, CHUNK, row), Left::Rows(rows, row), keys, Base::None, out);
     }
 }
 

@@ -197,20 +197,19 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     /// The gradients of a chunk, place `i` in the room.
     fn backward(&self, chunk: usize, i: usize, d_states: &mut [f32], room: &mut Room, parts: &Parts<'_, T>) {
         let (size, rows) = (self.sizes.state(), CHUNK * self.sizes.values);
-        let Room { tokens, states, p, u, out, d_qk } = room;
+        let Room { tokens, states, p, u, out } = room;
         let chunks = (chunk, chunk.checked_sub(1));
         self.load_keys(chunks, true, tokens);
-        d_qk.fill(0.0);
+        out.qk.fill(0.0);
         for (g, d_state) in d_states.chunks_exact_mut(size).enumerate() {
             self.load_values(chunks, g, tokens);
             self.load_d_o(chunks, g, tokens);
             let at = i * self.heads + g;
             let (state, p, u) = (&states[at * size..][..size], &p[at * rows..][..rows], &u[at * rows..][..rows]);
             dispatch(Backward { tokens, state, p, u, d_state, out });
-            d_qk.iter_mut().zip(&out.qk).for_each(|(sum, d)| *sum += d);
             self.store_values(chunk, g, out, parts);
         }
-        self.store_keys(chunk, d_qk, parts);
+        self.store_keys(chunk, &out.qk, parts);
     }
 
     /// The states before the first chunk of each segment.
@@ -355,8 +354,6 @@ struct Room {
     p: Pages<f32>,
     u: Pages<f32>,
     out: Gradients,
-    /// Of all heads so far, as [`Gradients::qk`].
-    d_qk: Vec<f32>,
 }
 
 impl Room {
@@ -364,8 +361,7 @@ impl Room {
     fn new(sizes: Sizes, chunks: usize) -> Self {
         let [states, p, u] =
             [sizes.state(), CHUNK * sizes.values, CHUNK * sizes.values].map(|n| Pages::zeroed(chunks * n));
-        let d_qk = vec![0.0; 2 * CHUNK * sizes.keys];
-        Self { tokens: Tokens::new(sizes), states, p, u, out: Gradients::new(sizes), d_qk }
+        Self { tokens: Tokens::new(sizes), states, p, u, out: Gradients::new(sizes) }
     }
 }
 

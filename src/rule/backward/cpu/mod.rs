@@ -10,7 +10,7 @@ use crate::reference::Dims;
 use crate::rule::cpu::kernel::Rule;
 use candle_core::{bail, CpuStorage, Device, Result, Tensor};
 use candle_gdn_core::check::{heads, storage_dtype};
-use candle_gdn_core::cpu::{Element, Heads, Slots};
+use candle_gdn_core::cpu::{zeroed_vec, Element, Heads, Slots};
 use candle_gdn_core::{by_dtype, host};
 
 /// o and the final state of a checked call.
@@ -119,7 +119,7 @@ impl Call<'_> {
             state: self.state.as_deref(),
             d_last: self.d_last.as_deref(),
         };
-        let mut d_qkv = vec![T::ZERO; self.plan.seqs.total_tokens * self.op.channels()];
+        let mut d_qkv = zeroed_vec::<T>(self.plan.seqs.total_tokens * self.op.channels());
         call.run(kernel::Output { qkv: &mut d_qkv, gates: d_gates, state: d_state });
         T::storage(d_qkv)
     }

@@ -106,12 +106,14 @@ impl WithSimd for NewDecays<'_> {
 
 /// Room for what a chunk computes on its way.
 pub(super) struct Scratch {
-    /// `[V, CHUNK]`
+    /// `[padded V, CHUNK]`; what is padded stays zero, whatever the inputs are.
     pub(super) transposed: Vec<f32>,
+    /// `[padded V, CHUNK]`: U transposed.
+    pub(super) updates: Vec<f32>,
     /// `[CHUNK, padded V]`
     pub(super) d_u: Vec<f32>,
-    /// `[CHUNK, padded K]`
-    pub(super) d_k1: Vec<f32>,
+    /// `[3 CHUNK, padded K]`: dO S, dP S and U dS.
+    pub(super) with_states: Vec<f32>,
     /// `[2 CHUNK, padded K]`: queries and keys times decays.
     pub(super) decayed: Vec<f32>,
 }
@@ -128,9 +130,10 @@ impl Tokens {
             keys: vec![0.0; sizes.keys * CHUNK],
             with_keys: [[[0.0; CHUNK]; CHUNK]; 2],
             scratch: Scratch {
-                transposed: vec![0.0; sizes.value_dim * CHUNK],
+                transposed: vec![0.0; sizes.values * CHUNK],
+                updates: vec![0.0; sizes.values * CHUNK],
                 d_u: vec![0.0; CHUNK * sizes.values],
-                d_k1: vec![0.0; CHUNK * sizes.keys],
+                with_states: vec![0.0; 3 * CHUNK * sizes.keys],
                 decayed: vec![0.0; 2 * CHUNK * sizes.keys],
             },
         }
@@ -163,7 +166,7 @@ impl WithSimd for Prepare<'_> {
     fn with_simd<S: Simd>(self, simd: S) {
         let Tokens { sizes, qk, keys: transposed, with_keys, .. } = self.tokens;
         let keys = sizes.keys;
-        transpose(&qk[CHUNK * keys..], (CHUNK, keys), (keys, CHUNK), transposed);
+        transpose(&qk[CHUNK * keys..], (CHUNK, keys), transposed);
         let rows = [&qk[CHUNK * keys..], &qk[..CHUNK * keys]];
         for (rows, out) in rows.into_iter().zip(with_keys).take(1 + usize::from(self.queries)) {
             let (a, out) = (Left::Rows(rows, keys), out.as_flattened_mut());
@@ -172,14 +175,18 @@ impl WithSimd for Prepare<'_> {
     }
 }
 
-/// `src [rows, columns]` with rows of `strides.0` elements to `[columns, rows]` with rows of `strides.1`.
+/// `src [rows, columns]` to `[columns, rows]`, both multiples of four.
 #[inline(always)]
-pub(super) fn transpose(src: &[f32], (rows, columns): (usize, usize), (from, to): (usize, usize), dst: &mut [f32]) {
-    assert!(src.len() >= (rows - 1) * from + columns && dst.len() >= (columns - 1) * to + rows);
-    for c0 in (0..columns).step_by(16) {
-        for c in c0..columns.min(c0 + 16) {
-            for r in 0..rows {
-                dst[c * to + r] = src[r * from + c];
+pub(super) fn transpose(src: &[f32], (rows, columns): (usize, usize), dst: &mut [f32]) {
+    for r in (0..rows).step_by(4) {
+        for c in (0..columns).step_by(4) {
+            // Copies of constant length become whole vectors.
+            let mut block = [[0.0; 4]; 4];
+            for i in 0..4 {
+                block[i].copy_from_slice(&src[(r + i) * columns + c..][..4]);
+            }
+            for i in 0..4 {
+                dst[(c + i) * rows + r..][..4].copy_from_slice(&block.map(|row| row[i]));
             }
         }
     }
