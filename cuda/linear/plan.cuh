@@ -157,14 +157,14 @@ inline bool plan_swept(const Problem &problem, const Card &card, Plan *plan) {
     *plan = make_plan(problem, tiling, card);
     return plan->x_source != XSource::kGlobal;
   };
-  // 40 to 64 chunks, 2,560 to 4,096 inputs of 16 bits: one large block, whose warps have all their bytes under way in one round or two.
+  // 40 to 64 chunks, 2,560 to 4,096 inputs of 16 bits: one large block, whose warps have all their bytes under way in one round; two with SwiGLU.
   if (chunks >= 40 && chunks <= 64)
     return take(problem.paired ? Tiling{8, 2, 1, 1} : Tiling{static_cast<int>(ceil_div(chunks, kChunks)), 1, 1, 1});
-  // Few outputs of many inputs. Where one large block a multiprocessor has as much to read as another, it takes a tile's inputs alone.
+  // Few outputs of many inputs. Where the tiles occupy all multiprocessors in one turn or two, one large block takes all inputs of a tile.
   const int64_t tiles = problem.tiles(1), turns = ceil_div(tiles, card.sms);
   if (problem.paired || chunks < kManyChunks || turns > 2) return false;
   if (tiles >= 0.85 * static_cast<double>(turns * card.sms) && take({kMaxWarps, 1, 1, 1})) return true;
-  // Else blocks of a cluster share them.
+  // Else the blocks of a cluster share the inputs of a tile, so that every multiprocessor has as much to read.
   if (!card.clusters) return false;
   for (const Tiling &tiling : {Tiling{5, 1, 4, 3}, Tiling{5, 1, 2, 3}, Tiling{12, 1, 2, 1}}) {
     const int parts = tiling.warps * tiling.cluster;

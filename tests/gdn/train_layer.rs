@@ -10,7 +10,7 @@ use candle_gdn::{
     Algo, CuSeqlens, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet,
     TrainingState,
 };
-use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarBuilder, VarMap};
+use candle_nn::{AdamW, Linear, Optimizer, ParamsAdamW, VarBuilder, VarMap};
 use safetensors::SafeTensors;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -119,7 +119,7 @@ fn layouts_and_recomputation_agree() {
         }
         // One fused matrix, used as it is.
         let fused = Var::from_tensor(&fused(&split)).unwrap();
-        let linear = |w: &Tensor| Projection::new(candle_nn::Linear::new(w.clone(), None));
+        let linear = |w: &Tensor| Projection::new(Linear::new(w.clone(), None));
         let in_proj = InProjection::Fused(linear(&fused));
         let parts = parts(&split, in_proj, linear(&split["out_proj.weight"]));
         let layer = TrainableGatedDeltaNet::new(&config(), parts).unwrap();
@@ -271,9 +271,20 @@ fn recomputation_is_obeyed_with_a_state() {
 
 /// A LoRA around a frozen matrix.
 pub struct Lora {
-    pub base: Tensor,
-    pub a: Tensor,
-    pub b: Tensor,
+    base: Tensor,
+    a: Tensor,
+    b: Tensor,
+}
+
+impl Lora {
+    /// With random variables, which are added to `vars`: A, then B.
+    pub fn around(linear: &Linear, vars: &mut Vec<Var>) -> Result<Self> {
+        let (base, (outputs, inputs)) = (linear.weight().clone(), linear.weight().dims2()?);
+        let [a, b] = [(3, inputs), (outputs, 3)].map(|shape| Var::randn(0f32, 0.1, shape, base.device()));
+        let (a, b) = (a?, b?);
+        vars.extend([a.clone(), b.clone()]);
+        Ok(Self { base, a: a.as_tensor().clone(), b: b.as_tensor().clone() })
+    }
 }
 
 impl Module for Lora {
@@ -294,11 +305,7 @@ fn adapters_are_trained_and_frozen() {
             if name != "in_proj_qkvz" && name != "out_proj" {
                 return Ok(Projection::new(linear));
             }
-            let (outputs, inputs) = linear.weight().dims2()?;
-            let [a, b] = [(3, inputs), (outputs, 3)].map(|shape| Var::randn(0f32, 0.1, shape, device).unwrap());
-            vars.extend([a.clone(), b.clone()]);
-            let [a, b] = [a, b].map(|x| x.as_tensor().clone());
-            Ok(Projection::module(Lora { base: linear.weight().clone(), a, b }))
+            Ok(Projection::module(Lora::around(&linear, &mut vars)?))
         })
         .unwrap();
         let x = Tensor::randn(0f32, 1., (1, 30, 24), device).unwrap();

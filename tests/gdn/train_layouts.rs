@@ -162,11 +162,7 @@ fn adapters_go_around_each_projection() {
         let (mut vars, mut wrapped) = (vec![], vec![]);
         let layer = TrainableGatedDeltaNet::load_with(c, vb, |name, linear| {
             wrapped.push(name.to_owned());
-            let (outputs, inputs) = linear.weight().dims2()?;
-            let [a, b] = [(3, inputs), (outputs, 3)].map(|shape| Var::randn(0f32, 0.1, shape, device).unwrap());
-            vars.extend([a.clone(), b.clone()]);
-            let [a, b] = [a, b].map(|x| x.as_tensor().clone());
-            Ok(Projection::module(Lora { base: linear.weight().clone(), a, b }))
+            Ok(Projection::module(Lora::around(&linear, &mut vars)?))
         })
         .unwrap();
         assert_eq!(wrapped, NAMES);
