@@ -2,7 +2,8 @@
 #pragma once
 
 #include "../common/launch.cuh"
-#include "gradients.cuh"
+#include "gradients80.cuh"
+#include "gradients90.cuh"
 #include "prepare.cuh"
 #include "walk.cuh"
 
@@ -66,20 +67,23 @@ template <typename T> struct Launcher {
                                                                    : walk_as<false, 1, 1>(b, walks, forward, reverse);
   }
 
-  template <bool WGMMA, int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
+  template <int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
+    const int64_t items = s.places * p.common.num_k_heads;
+    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
+    LaunchConfig c;
+    if (!wgmma) {
+      if (const int status = grid(items, GradientShared80::kThreads, sizeof(GradientShared80), &c)) return status;
+      return launch_allowed<gradients_kernel80<T, TILES, PARTS>>(c, optin, p, b, span, work);
+    }
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
-    const int64_t items = s.places * p.common.num_k_heads, blocks = WGMMA && items > sms ? sms : items;
-    LaunchConfig c;
-    if (const int status = grid(blocks, GradientShared<WGMMA>::kThreads, sizeof(GradientShared<WGMMA>), &c)) return status;
-    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
-    return launch_allowed<gradients_kernel<T, WGMMA, TILES, PARTS>>(c, optin, p, b, maps, span, work);
+    if (const int status = grid(items > sms ? sms : items, GradientShared90::kThreads, sizeof(GradientShared90), &c)) return status;
+    return launch_allowed<gradients_kernel90<T, TILES, PARTS>>(c, optin, p, b, maps, span, work);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
-    if (v_tiles() == 1) return wgmma ? gradients_as<true, 1, 1>(span, b) : gradients_as<false, 1, 1>(span, b);
-    if (v_tiles() == 2) return wgmma ? gradients_as<true, 2, 1>(span, b) : gradients_as<false, 2, 1>(span, b);
-    return wgmma ? gradients_as<true, 2, 2>(span, b) : gradients_as<false, 2, 2>(span, b);    // head_v <= 256
+    if (v_tiles() == 1) return gradients_as<1, 1>(span, b);
+    return v_tiles() == 2 ? gradients_as<2, 1>(span, b) : gradients_as<2, 2>(span, b);    // head_v <= 256
   }
 
   int all() const {

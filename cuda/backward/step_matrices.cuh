@@ -1,36 +1,33 @@
-// The matrices of tokens of the gradients kernel, and the sums over them that are gradients of the log decay.
+// What both gradients kernels compute of a step: the matrices of tokens, the sums over them that are gradients of the log decay, and rows
+// of dQ and dK.
 #pragma once
 
-#include "step_tiles.cuh"
+#include "steps.cuh"
 
 namespace gdn {
 namespace backward {
 
-// Sums over the columns of a warpgroup that log decays get from later and from earlier tokens, of rows lane / 4 and 8 further.
-struct RowSums {
-  float later[2], earlier[2];
-};
+// PLACES are StepPlaces with the kernel's shared memory: tiles(), factors(), warp_sums(), state_sums(), and the addresses of the matrices
+// attention(), attention_rest() and lower().
+template <typename PLACES> struct StepMatrices : PLACES {
+  using T = typename PLACES::Type;
+  using PLACES::count, PLACES::factors, PLACES::head, PLACES::p, PLACES::step, PLACES::warp_sums;
 
-// What a warp leaves for the gradients of the log decays: row sums of its 16 tokens, and sums over its rows of X (make_matrix()). Of
-// tokens before its own these are sums of columns, of its own the sums of what is left of the column in rows from the token on.
-struct WarpSums {
-  float inner[kChunk];
-  float later[16], earlier[16];
-};
+  __device__ __forceinline__ float scale_of_update(int column_16) const {
+    return factors().updates[4 * this->first_tile() + column_16];
+  }
 
-template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : StepTiles<T, WGMMA, TILES, PARTS> {
-  using Base = StepTiles<T, WGMMA, TILES, PARTS>;
-  using Base::attention, Base::attention_rest, Base::count, Base::factors, Base::head, Base::lower, Base::p,
-      Base::scale_of_update, Base::shared, Base::step, Base::tile, Base::tiles;
+  // ---- the matrices of tokens ----
 
-  // The 16 rows that a warp has of its warpgroup's matrix. Each block of rows has one of columns more than the one before: in the second
-  // warpgroup warps have them in reverse, so that all schedulers have as many.
-  __device__ __forceinline__ static int block_of(const Here &me) { return me.group == 0 ? me.warp : 3 - me.warp; }
+  // 16 rows of a matrix: of P = scale dAtt D / (|q| |k|) in group 0, of M = -dV U^T D / (|k| |k|) in group 1.
+  struct MatrixRows {
+    int group, block;
+    float up[2];    // of to_operand()
+  };
 
-  // The warp's rows of dO or dV for the product with U in f16: divided by a power of two a row, times that of U / beta; `up` takes both back.
-  __device__ __forceinline__ void to_operand(uint32_t (&a)[8][4], float (&up)[2], uint32_t rows) const {
-    const Here me;
-    load_rows(a, rows, 0, block_of(me), me.lane);
+  // The rows of dO or dV for the product with U in f16: divided by a power of two a row, times that of U / beta; `up` takes both back.
+  __device__ __forceinline__ void to_operand(uint32_t (&a)[8][4], MatrixRows &r, uint32_t tiles, int lane) const {
+    load_rows(a, tiles, 0, r.block, lane);
     float scale[8], largest = 0.f;
 #pragma unroll
     for (int k = 0; k < 8; ++k) scale[k] = scale_of_update(k), largest = fmaxf(largest, scale[k]);
@@ -44,217 +41,140 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
         const float down = s.down[c % 2] * (scale[k] * one);
         a[k][c] = chunk::pack2<__half>(x.x * down, x.y * down);
       }
-    up[0] = s.up[0] * largest, up[1] = s.up[1] * largest;
+    r.up[0] = s.up[0] * largest, r.up[1] = s.up[1] * largest;
   }
 
-  // This warpgroup's matrix of tokens: P = scale dAtt D / (|q| |k|) in the first, M = -dV U^T D / (|k| |k|) in the second; as a tile,
-  // and X, its products with q k or k k below the diagonal, summed. The diagonal of dV (U / beta)^T is beta d beta.
-  __device__ __forceinline__ void make_matrix(const RowSums &rows) const {
+  // 16 rows of P or M as tiles, by a warp, and the sums over X, their products with q k or k k below the diagonal. `left` has dO or dV,
+  // `rows` q or k; loaded() after the last use of `left` and before the first of q and k. Blocks of columns past the diagonal stay as they are.
+  //
+  // NOTES: with mma.sync, so that warps need not wait for each other and have only blocks up to the diagonal. The loop is not unrolled:
+  // with four times the code the wgmma kernel waited half of the time for instructions.
+  template <typename F>
+  __device__ __forceinline__ void make_rows(int group, int block, uint32_t left, uint32_t update, uint32_t rows, uint32_t keys,
+                                            F &&loaded) const {
     const Here me;
     const TokenFactors &f = factors();
-    const uint32_t image = me.group == 0 ? attention() : lower();
-    const uint32_t left = tile(me.group == 0 ? tiles().d_out : tiles().d_v), raw = tile(me.group == 0 ? shared.q : shared.k);
-    const float *norms = me.group == 0 ? f.q_norm : f.k_norm;
-    const int last = me.group == 0 ? 0 : -1;    // the diagonal belongs to P alone
-    WarpSums &to = warp_sums(me.group, block_of(me)), &of_rows = warp_sums(me.group, me.warp);
-    if (WGMMA) store_row_sums(of_rows, rows, me);
-    float row_sums[2] = {0.f, 0.f};
-    float2 inner[2], own[2];    // of columns of tile 4 half + lane / 8, of the warp's tokens
-    float products_x[2][4][4], products_y[2][4][4];
+    MatrixRows r = {group, block, {}};
     uint32_t operand[8][4];
-    float up[2];
-    const auto multiply = [&](int half) {
-      backward::multiply<__half, WGMMA, false>(products_x[half], operand, tile(tiles().update) + half * 4096, false, me.lane);
-    };
-    if constexpr (WGMMA) {    // with raw rows first, while the others are converted
-      uint32_t raw_rows[8][4];
-      load_rows(raw_rows, raw, 0, block_of(me), me.lane);
-      for (int half = 0; half < 2; ++half)
-        backward::multiply<T, WGMMA, false>(products_y[half], raw_rows, tile(shared.k) + half * 4096, false, me.lane);
-      to_operand(operand, up, left);
-      wait<WGMMA>(products_y[0], raw_rows), wait<WGMMA>(products_y[1]);
-      multiply(0), multiply(1);
-    } else {
-      to_operand(operand, up, left);
+    to_operand(operand, r, left, me.lane);
+    loaded();
+    const float *norms = group == 0 ? f.q_norm : f.k_norm;
+    float c[2], factor[2], row_sums[2] = {0.f, 0.f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = 16 * block + me.lane / 4 + 8 * i;
+      c[i] = f.c[row];
+      factor[i] = norms[row] * (group == 0 ? p.common.scale : -1.f) * r.up[i];
+    }
+#pragma unroll 1
+    for (int column = 0; column <= block; ++column) {    // of 16
+      float x[2][4] = {}, y[2][4] = {};
+      const uint32_t by_piece = chunk::lanes_by_piece(me.lane);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        uint32_t a[4], b[4];
+        ptx::load_matrices(b, chunk::tile_at(update + 2048 * column, by_piece, 0, k));
+        ptx::mma16816<__half>(x[0], operand[k][0], operand[k][1], operand[k][2], operand[k][3], b[0], b[1]);
+        ptx::mma16816<__half>(x[1], operand[k][0], operand[k][1], operand[k][2], operand[k][3], b[2], b[3]);
+        ptx::load_matrices(a, chunk::tile_at(rows + 2048 * block, chunk::lanes_by_row(me.lane), 0, k));
+        ptx::load_matrices(b, chunk::tile_at(keys + 2048 * column, by_piece, 0, k));
+        ptx::mma16816<T>(y[0], a[0], a[1], a[2], a[3], b[0], b[1]);
+        ptx::mma16816<T>(y[1], a[0], a[1], a[2], a[3], b[2], b[3]);
+      }
+      if (column == block && group == 1) store_diagonal(x[0], x[1], r, me);
+      form_block(x, y, c, factor, column, r, me);
+      row_sums[0] += (y[0][0] + y[0][1]) + (y[1][0] + y[1][1]), row_sums[1] += (y[0][2] + y[0][3]) + (y[1][2] + y[1][3]);
+      const float sum = sum_columns(y, me.lane);
+      if (me.lane % 8 < 4) warp_sums(group, block).columns[16 * column + 8 * (me.lane / 16) + 2 * (me.lane % 4) + me.lane / 8 % 2] = sum;
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float(&x)[4][4] = products_x[half], (&y)[4][4] = products_y[half], columns[8];
-      if (!WGMMA) {
-        multiply(half);
-        multiply_tiles<T, WGMMA, false, false, 8>(y, raw, tile(shared.k) + half * 4096, false, block_of(me), me.lane);
-      }
-      if (half == 0) wait<WGMMA, 1>(x);
-      else wait<WGMMA>(x, operand);
-      const Here me;
-      const int own_block = block_of(me), first_row = 16 * own_block + me.lane / 4;
-      float c[2], factor[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        c[i] = f.c[first_row + 8 * i];
-        factor[i] = norms[first_row + 8 * i] * (me.group == 0 ? p.common.scale : -1.f) * up[i];
-      }
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        const int block = 2 * half + pair;    // of 16 columns
-        uint32_t packed[4] = {0, 0, 0, 0}, rest[4] = {0, 0, 0, 0};
-        float products[2][4] = {};
-        if (block <= own_block) {
-          if (block == own_block && me.group == 1) store_diagonal(x[2 * pair], x[2 * pair + 1], up, me);
-#pragma unroll
-          for (int t = 0; t < 2; ++t) {
-            float(&m)[4] = x[2 * pair + t];
-            const int column = 16 * block + 8 * t + 2 * (me.lane % 4);
-            const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
-            const float2 bk = *reinterpret_cast<const float2 *>(f.beta + column);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int distance = column + i % 2 - (first_row + i / 2 * 8);
-              const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
-              m[i] = distance <= last ? m[i] * (decay * factor[i / 2] * (i % 2 ? nk.y * bk.y : nk.x * bk.x)) : 0.f;
-              products[t][i] = distance < 0 ? m[i] * y[2 * pair + t][i] : 0.f;
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-              packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
-              if (me.group != 0) continue;
-              const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
-              rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
-            }
-          }
-          if (block == own_block) sum_block(own, products, row_sums, me);
-#pragma unroll
-          for (int t = 0; t < 2; ++t) row_sums[0] += products[t][0] + products[t][1], row_sums[1] += products[t][2] + products[t][3];
-        }
-#pragma unroll
-        for (int t = 0; t < 2; ++t)
-#pragma unroll
-          for (int i = 0; i < 2; ++i) columns[4 * pair + 2 * t + i] = products[t][i] + products[t][2 + i];
-        const uint32_t by_row = chunk::lanes_by_row(me.lane), rows = 2048 * own_block;
-        chunk::store_block(chunk::tile_at(image + rows, by_row, 0, block), packed, me.lane);
-        if (me.group == 0) chunk::store_block(chunk::tile_at(attention_rest() + rows, by_row, 0, block), rest, me.lane);
-      }
-      const float2 sums = sum_columns(columns, me.lane);
-      if constexpr (WGMMA) store_inner(to, half, sums, own, me);
-      else inner[half] = sums;
-    }
-    if constexpr (!WGMMA) {
-      ptx::group_barrier<128>(2 + me.group);    // no other warp reads the rows any more
-      store_row_sums(of_rows, rows, me);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) store_inner(to, half, inner[half], own, me);
+    for (int i = 0; i < 2; ++i) {
+      const float sum = group_sum<4>(row_sums[i]);
+      if (me.lane % 4 == 0) warp_sums(group, block).rows[me.lane / 4 + 8 * i] = sum;
     }
   }
-  // d beta, by the lanes that have the diagonal of a block of 16 tokens, whose halves are x and y.
-  __device__ __forceinline__ void store_diagonal(const float (&x)[4], const float (&y)[4], const float (&up)[2], const Here &me) const {
+
+  // A block of 16 columns from the products x of the operand and U: as a tile, and in y its products with what y was.
+  __device__ __forceinline__ void form_block(const float (&x)[2][4], float (&y)[2][4], const float (&c)[2], const float (&factor)[2],
+                                             int column_16, const MatrixRows &r, const Here &me) const {
+    const TokenFactors &f = factors();
+    const int last = r.group == 0 ? 0 : -1, first_row = 16 * r.block + me.lane / 4;    // the diagonal belongs to P alone
+    uint32_t packed[4], rest[4];
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const int column = 16 * column_16 + 8 * t + 2 * (me.lane % 4);
+      const float2 ck = *reinterpret_cast<const float2 *>(f.c + column), nk = *reinterpret_cast<const float2 *>(f.k_norm + column);
+      const float2 bk = *reinterpret_cast<const float2 *>(f.beta + column);
+      float m[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int distance = column + i % 2 - (first_row + i / 2 * 8);
+        const float decay = chunk::exp2_fast(c[i / 2] - (i % 2 ? ck.y : ck.x));
+        m[i] = distance <= last ? x[t][i] * (decay * factor[i / 2] * (i % 2 ? nk.y * bk.y : nk.x * bk.x)) : 0.f;
+        y[t][i] = distance < 0 ? m[i] * y[t][i] : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
+        const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
+        rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
+      }
+    }
+    const uint32_t at = chunk::tile_at(2048 * r.block, chunk::lanes_by_row(me.lane), 0, column_16);
+    chunk::store_block((r.group == 0 ? this->attention() : this->lower()) + at, packed, me.lane);
+    if (r.group == 0) chunk::store_block(this->attention_rest() + at, rest, me.lane);
+  }
+
+  // d beta, by the lanes that have the diagonal of dV (U / beta)^T in a block of 16 tokens, whose halves are x and y.
+  __device__ __forceinline__ void store_diagonal(const float (&x)[4], const float (&y)[4], const MatrixRows &r, const Here &me) const {
     const int row = me.lane / 4, column = 2 * (me.lane % 4);
     if (column != row && column + 1 != row) return;
     const float own[2] = {column == row ? x[0] : x[1], column == row ? y[2] : y[3]};
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int token = 16 * block_of(me) + row + 8 * i;
-      if (token < count()) add_part(p.d_beta, token, __fdividef(own[i] * up[i], factors().beta[token]));
+      const int token = 16 * r.block + row + 8 * i;
+      if (token < count()) add_part(p.d_beta, token, __fdividef(own[i] * r.up[i], factors().beta[token]));
     }
   }
-  // Sums of columns over the lanes with other rows: the first steps halve the columns that a lane has, to those of tile lane / 8.
-  __device__ __forceinline__ static float2 sum_columns(float (&columns)[8], int lane) {
+
+  // ---- sums for the log decays ----
+
+  // Sums over the columns of a block, of a lane that of column 8 (lane / 16) + 2 (lane % 4) + lane / 8 % 2: each step halves those it has.
+  __device__ __forceinline__ static float sum_columns(const float (&x)[2][4], int lane) {
+    const bool right = lane & 16, odd = lane & 8;
+    float pair[2];
 #pragma unroll
-    for (int n = 4; n > 1; n /= 2) {
-      const bool upper = lane & 4 * n;
-#pragma unroll
-      for (int i = 0; i < n; ++i) {
-        const float given = __shfl_xor_sync(0xffffffffu, upper ? columns[i] : columns[n + i], 4 * n);
-        columns[i] = (upper ? columns[n + i] : columns[i]) + given;
-      }
+    for (int i = 0; i < 2; ++i) {
+      const float left_sum = x[0][i] + x[0][2 + i], right_sum = x[1][i] + x[1][2 + i];
+      pair[i] = (right ? right_sum : left_sum) + __shfl_xor_sync(0xffffffffu, right ? left_sum : right_sum, 16);
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) columns[i] += __shfl_xor_sync(0xffffffffu, columns[i], 4);
-    return make_float2(columns[0], columns[1]);
+    float sum = (odd ? pair[1] : pair[0]) + __shfl_xor_sync(0xffffffffu, odd ? pair[0] : pair[1], 8);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 4);
   }
-  __device__ __forceinline__ static void store_row_sums(WarpSums &to, const RowSums &rows, const Here &me) {
+  __device__ __forceinline__ void store_row_sums(int group, const RowSums &rows) const {
+    const Here me;
+    WarpSums &to = warp_sums(group, me.warp);
     if (me.lane % 4 != 0) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) to.later[me.lane / 4 + 8 * i] = rows.later[i], to.earlier[me.lane / 4 + 8 * i] = rows.earlier[i];
   }
-  __device__ __forceinline__ static void store_inner(WarpSums &to, int half, float2 sums, const float2 (&own)[2], const Here &me) {
-    if (me.lane / 4 % 2 != 0) return;    // two lanes have each
-    const int tile = 4 * half + me.lane / 8;
-    if (tile / 2 == block_of(me)) sums = tile % 2 ? own[1] : own[0];
-    *reinterpret_cast<float2 *>(to.inner + 8 * tile + me.lane % 4 * 2) = sums;
-  }
-
-  // For each token t of a warp the sum over its rows from t on of X left of t, `row_sums` a lane's of what is left of the block.
-  __device__ __forceinline__ static void sum_block(float2 (&own)[2], const float (&x)[2][4], const float (&row_sums)[2], const Here &me) {
-    float left[2] = {group_sum<4>(row_sums[0]), group_sum<4>(row_sums[1])};
-#pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int column = 8 * t + 2 * (me.lane % 4);    // of the block
-      float sums[2] = {0.f, 0.f};
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float sum = x[t][2 * i] + x[t][2 * i + 1];
-#pragma unroll
-        for (int d = 1; d < 4; d *= 2) {
-          const float before = __shfl_up_sync(0xffffffffu, sum, d, 4);
-          if (me.lane % 4 >= d) sum += before;
-        }
-        const float before = __shfl_up_sync(0xffffffffu, sum, 1, 4), up_to = left[i] + (me.lane % 4 == 0 ? 0.f : before);
-        left[i] += __shfl_sync(0xffffffffu, sum, 3, 4);
-        const int row = me.lane / 4 + 8 * i;
-        if (column <= row) sums[0] += up_to;
-        if (column + 1 <= row) sums[1] += up_to + x[t][2 * i];
-      }
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) sums[i] += __shfl_xor_sync(0xffffffffu, sums[i], d);
-      own[t] = make_float2(sums[0], sums[1]);
-    }
-  }
-
-  // dQ += P K, dK += P^T Q + (M + M^T) K.
-  __device__ __forceinline__ void add_matrices(float (&d_q)[8][4], float (&d_k)[8][4]) const {
-    const Here me;
-    const auto add = [&](float(&x)[8][4], auto columns, uint32_t matrix, const void *rows, bool behind = false) {
-      multiply_tiles<T, WGMMA, decltype(columns)::value, true, 4>(x, matrix, me.own_half(rows), true, me.warp, me.lane, behind);
-    };
-    add(d_q, std::false_type(), attention(), shared.k);
-    add(d_q, std::false_type(), attention_rest(), shared.k, true);    // sums over keys that repeat are far smaller than what is added
-    add(d_k, std::true_type(), attention(), shared.q);
-    add(d_k, std::false_type(), lower(), shared.k, true);
-    add(d_k, std::true_type(), lower(), shared.k, true);
-  }
-
-  // The gradient of the log decay, by a warp: for a token t the sums of X in rows from t on and columns before t, of what later tokens
-  // read of the state, of what earlier ones write to it, and of the state itself.
+  // The gradient of the log decay, by a warp: for a token t the sum of X in rows from t on and columns before t, as those of rows less
+  // those of columns from t on, of what later tokens read of the state, of what earlier ones write to it, and of the state itself.
   __device__ __forceinline__ void finish_decays() const {
     const TokenFactors &f = factors();
     const int lane = threadIdx.x % 32, t0 = 2 * lane, block = lane / 8;
-    float states = 0.f;
-#pragma unroll
-    for (int w = 0; w < 8; ++w) states += shared.states[this->buffer][w];
-    states *= chunk::exp2_fast(f.c[kChunk - 1]);
-    // By token: x of itself, and sums that it gets from tokens up to the one before.
-    float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f}, inner[2] = {0.f, 0.f};
+    const float states = this->state_sums() * chunk::exp2_fast(f.c[kChunk - 1]);
+    float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f};    // of tokens t0 and t0 + 1
 #pragma unroll
     for (int g = 0; g < 2; ++g) {
       const WarpSums &own = warp_sums(g, block);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        later[i] += own.later[t0 % 16 + i], earlier[i] += own.earlier[t0 % 16 + i], inner[i] += own.inner[t0 + i];
+        later[i] += own.later[t0 % 16 + i] + own.rows[t0 % 16 + i], earlier[i] += own.earlier[t0 % 16 + i];
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (block <= w) later[i] -= warp_sums(g, w).columns[t0 + i];
       }
-    }
-    // Blocks w of rows after the token's see all columns before it: of each w a sum up to the token.
-#pragma unroll
-    for (int w = 1; w < 4; ++w) {
-      float x[2] = {0.f, 0.f};
-#pragma unroll
-      for (int g = 0; g < 2; ++g)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-          if (block < w) x[i] += warp_sums(g, w).inner[t0 + i];
-      const float up_to = sum_before(x[0] + x[1], lane);
-      if (block < w) inner[0] += up_to, inner[1] += up_to + x[0];
     }
     float from = later[0] + later[1];
 #pragma unroll
@@ -265,7 +185,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
     float after = __shfl_down_sync(0xffffffffu, from, 1);
     if (lane == 31) after = 0.f;
     const float written = sum_before(earlier[0] + earlier[1], lane);
-    const float decay[2] = {from + written + inner[0] + states, (later[1] + after) + (written + earlier[0]) + inner[1] + states};
+    const float decay[2] = {from + written + states, (later[1] + after) + (written + earlier[0]) + states};
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (t0 + i < count()) add_part(p.d_log_decay, t0 + i, decay[i]);
@@ -274,7 +194,7 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
   // A token's gradient of a gate: of the first part written, of others added by the same thread.
   __device__ __forceinline__ void add_part(const gdn_heads &to, int token, float x) const {
     float *there = out_heads_at<float>(to, step.n, step.first + token, head());
-    if (PARTS > 1 && step.part > 0) x += *there;
+    if (PLACES::kParts > 1 && step.part > 0) x += *there;
     *there = x;
   }
 
@@ -289,10 +209,89 @@ template <typename T, bool WGMMA, int TILES, int PARTS> struct StepMatrices : St
     return lane == 0 ? 0.f : before;
   }
 
-  // Of a warp: behind the matrices, or where rows of dO or dV were, which only its warpgroup has read since.
-  __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
-    uint8_t *to = WGMMA ? tiles().states[GradientShared<WGMMA>::kBuffers - 1] + 8192 * group : group == 0 ? tiles().d_out : tiles().d_v;
-    return *reinterpret_cast<WarpSums *>(to + 2048 * warp);
+  // ---- rows of dQ and dK, of 8 N columns ----
+
+  // The sum over a row of x times the 16-bit tiles, by rows lane / 4 and 8 further of the warp's.
+  template <int N> __device__ __forceinline__ static float2 row_products(const float (&x)[N][4], uint32_t tiles, const Here &me) {
+    const uint32_t by_row = chunk::lanes_by_row(me.lane);
+    float sum[2] = {0.f, 0.f};
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      uint32_t a[4];    // as x has them: two tiles of rows and of rows 8 further
+      ptx::load_matrices(a, chunk::tile_at(tiles + 2048 * me.warp, by_row, 0, k));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 y = chunk::unpack2<T>(a[c]);
+        const float(&pair)[4] = x[2 * k + c / 2];
+        sum[c % 2] = fmaf(pair[c % 2 * 2], y.x, fmaf(pair[c % 2 * 2 + 1], y.y, sum[c % 2]));
+      }
+    }
+    return make_float2(group_sum<4>(sum[0]), group_sum<4>(sum[1]));
+  }
+
+  // to += factor x, a factor a row, and the sums over its rows times raw ones to `sums`.
+  template <int N>
+  __device__ __forceinline__ static void add_scaled(float (&to)[N][4], const float (&x)[N][4], const float (&factor)[2], uint32_t raw,
+                                                    float (&sums)[2]) {
+    const Here me;
+    const float2 y = row_products(x, raw, me);
+    sums[0] = fmaf(y.x, factor[0], sums[0]), sums[1] = fmaf(y.y, factor[1], sums[1]);
+#pragma unroll
+    for (int t = 0; t < N; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) to[t][c] = fmaf(factor[c / 2], x[t][c], to[t][c]);
+  }
+
+  // x += U / beta times 64 value rows of dS, from f16 in the inputs' type in `a`.
+  __device__ __forceinline__ void load_update(uint32_t (&a)[4][4], const uint8_t *update, int v_tile) const {
+    const Here me;
+    load_rows(a, PLACES::tile(update) + v_tile * kTileBytes, 0, me.warp, me.lane);
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const float scale = scale_of_update(4 * v_tile + k);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 u = chunk::unpack2<__half>(a[k][c]);
+        a[k][c] = chunk::pack2_written<T>(u.x * scale, u.y * scale);
+      }
+    }
+  }
+
+  // Gradients of raw rows, `sums` being those of x times them, into the warp's rows of `staging`.
+  template <int N>
+  __device__ __forceinline__ void finish_rows(const float (&x)[N][4], float2 sums, const float *norms, uint32_t raw, uint32_t staging) const {
+    const Here me;
+    float factor[2] = {0.f, 0.f};
+    if (p.common.l2norm) {
+      const float norm[2] = {norms[me.row], norms[me.row + 8]};
+      factor[0] = -sums.x * norm[0] * norm[0], factor[1] = -sums.y * norm[1] * norm[1];
+    }
+    const uint32_t by_row = chunk::lanes_by_row(me.lane);
+#pragma unroll
+    for (int k = 0; k < N / 2; ++k) {
+      uint32_t y[4];
+      ptx::load_matrices(y, chunk::tile_at(raw + 2048 * me.warp, by_row, 0, k));
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float2 r = chunk::unpack2<T>(y[c]);
+        const float(&pair)[4] = x[2 * k + c / 2];
+        y[c] = chunk::pack2<T>(fmaf(factor[c % 2], r.x, pair[c % 2 * 2]), fmaf(factor[c % 2], r.y, pair[c % 2 * 2 + 1]));
+      }
+      chunk::store_block(chunk::tile_at(staging + 2048 * me.warp, by_row, 0, k), y, me.lane);
+    }
+  }
+  // From there 64 columns to `to`.
+  __device__ __forceinline__ void put_rows(uint32_t staging, const gdn_heads &to, int first_column) const {
+    const Here me;
+    __syncwarp();
+    const int piece = me.lane % 8, column = first_column + 8 * piece;
+    T *row = out_heads_at<T>(to, step.n, step.first, step.key_head) + column;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int r = me.lane / 8 + 4 * i, token = 16 * me.warp + r;
+      if (token < count() && column < p.common.head_k)
+        *reinterpret_cast<uint4 *>(row + token * to.token_stride) = ptx::load_shared(staging + 2048 * me.warp + chunk::tile_offset(r, piece));
+    }
   }
 };
 
