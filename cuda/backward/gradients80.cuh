@@ -37,7 +37,7 @@ template <typename T, int TILES, int PARTS> struct Places80 : StepPlaces<T, TILE
   __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const {
     return *reinterpret_cast<WarpSums *>((group == 0 ? shared.d_out : shared.d_v) + 2048 * warp);
   }
-  __device__ __forceinline__ float state_sums() const {
+  __device__ __forceinline__ float state_sum() const {
     float sum = 0.f;
 #pragma unroll
     for (int w = 0; w < 8; ++w) sum += shared.state_sums[w];
@@ -231,8 +231,9 @@ gradients_kernel80(const __grid_constant__ gdn_rule_backward_params p, const __g
     __syncthreads();
     g.add_matrices(d_q, d_k);
     if (threadIdx.x < 32) g.finish_decays();
+    const bool is_last = g.is_last();
     __syncthreads();
-    if (g.is_last()) return g.put_sums(d_q, d_k);
+    if (is_last) return g.put_sums(d_q, d_k);
     if (threadIdx.x == 0) s.step = step_after<PARTS>(p, span, work, s.step);
     __syncthreads();
   }

@@ -12,6 +12,8 @@ namespace gdn {
 namespace backward {
 
 // Copies: U and factors of two steps in turn, dO and dV, S, dS, raw q and k of two items in turn.
+//
+// NOTES: with dO and dV of two steps and q and k of one, all waited a third of the time for the next item's q and k.
 enum CopyBarrier { kStepBarrier = 0, kRowsBarrier = 2, kStatesBarrier = 3, kGradientsBarrier = 4, kRawBarrier = 5, kCopyBarriers = 7 };
 
 struct GradientShared90 {
@@ -53,9 +55,7 @@ template <typename T, int TILES, int PARTS> struct Places90 : StepPlaces<T, TILE
   __device__ __forceinline__ uint32_t attention_rest() const { return tile(shared.attention_rest); }
   __device__ __forceinline__ uint32_t lower() const { return tile(shared.lower); }
   __device__ __forceinline__ WarpSums &warp_sums(int group, int warp) const { return shared.sums[buffer()][group][warp]; }
-  __device__ __forceinline__ float state_sums() const {
-    return shared.state_sum;
-  }
+  __device__ __forceinline__ float state_sum() const { return shared.state_sum; }
 };
 
 // A block's work on a step, its parts as functions.
@@ -76,17 +76,18 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
       ptx::copy_box(tile(to) + h * kTileBytes, &map, columns + 64 * h, head, step.first, p.common.seqs.cu_seqlens ? 0 : step.n, full);
   }
   // f(barrier) copies `bytes` of tokens to `x`. The boxes of the last tokens of a sequence have rows of the next, which are cleared.
+  // Each lane arrives itself, as the racecheck tool asks of those who have cleared rows.
   template <typename F, typename... X>
   __device__ __forceinline__ void copy_tokens(uint32_t full, uint32_t bytes, int &unclear, F &&f, X *...x) const {
-    const bool is_whole = count() == kChunk;
+    const bool is_whole = count() == kChunk, copies = threadIdx.x % 32 == 0;
     const uint32_t barrier = is_whole ? full : tile(&shared.unclear);
-    if (threadIdx.x % 32 == 0) ptx::barrier_expect(barrier, bytes), f(barrier);
-    if (is_whole) return;
-    ptx::barrier_wait(barrier, unclear++ % 2);
-    (clear_rows<2, 32>(x, count(), threadIdx.x % 32), ...);
-    ptx::fence_async();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::barrier_arrive(full);
+    if (copies) ptx::barrier_expect(barrier, bytes), f(barrier);
+    if (!is_whole) {
+      ptx::barrier_wait(barrier, unclear++ % 2);
+      (clear_rows<2, 32>(x, count(), threadIdx.x % 32), ...);
+      ptx::fence_async();
+    }
+    if (!is_whole || !copies) ptx::barrier_arrive(full);
   }
   __device__ __forceinline__ void copy_step(int &unclear) const {
     const bool in_place = buffers.updates == nullptr;
@@ -195,10 +196,9 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
     add_matrix<false>(d_k, this->lower(), raw().k, false);
     add_matrix<true>(d_k, this->lower(), raw().k, true);
     wait<true>(d_k);
-    matrix_is_read(1);
   }
 
-  // The sums over heads, through rows of q and k.
+  // The sums over heads, through rows of q and k. M counts as read only when the sums of rows are, so that no warpgroup is an item ahead.
   __device__ __forceinline__ void put_sums(Half &d_q, Half &d_k) const {
     const Here me;
     const auto sum = [&](const Half &x, const uint8_t *raw, float(&to)[2][kChunk]) {
@@ -207,12 +207,16 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
     };
     if (p.common.l2norm) sum(d_q, raw().q, shared.rows[0]), sum(d_k, raw().k, shared.rows[1]);
     ptx::group_barrier<kRowThreads>(1);
-    const auto finish = [&](Half &x, const float(&s)[2][kChunk], const float *norms, const uint8_t *raw) {
-      const float2 sums = make_float2(s[0][me.row] + s[1][me.row], s[0][me.row + 8] + s[1][me.row + 8]);
-      this->finish_rows(x, sums, norms, me.own_half(raw), me.own_half(raw));
-      backward::set_to_zero(x);
-    };
-    finish(d_q, shared.rows[0], factors().q_norm, raw().q), finish(d_k, shared.rows[1], factors().k_norm, raw().k);
+    float2 sums[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float(&s)[2][kChunk] = shared.rows[i];
+      sums[i] = make_float2(s[0][me.row] + s[1][me.row], s[0][me.row + 8] + s[1][me.row + 8]);
+    }
+    matrix_is_read(1);
+    this->finish_rows(d_q, sums[0], factors().q_norm, me.own_half(raw().q), me.own_half(raw().q));
+    this->finish_rows(d_k, sums[1], factors().k_norm, me.own_half(raw().k), me.own_half(raw().k));
+    backward::set_to_zero(d_q), backward::set_to_zero(d_k);
     this->put_rows(me.own_half(raw().q), p.d_q, 64 * me.group), this->put_rows(me.own_half(raw().k), p.d_k, 64 * me.group);
     ptx::fence_async();
     ptx::barrier_arrive(empty(kRawBarrier + item % 2));
@@ -283,10 +287,7 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
     };
     wait_until_read(kStepBarrier + i % 2, i / 2 - 1);
     if (copies) s.steps[i % 2] = step;
-    if (!step.there) {
-      if (copies) ptx::barrier_arrive(g.full(kStepBarrier + i % 2));
-      return;
-    }
+    if (!step.there) return ptx::barrier_arrive(g.full(kStepBarrier + i % 2));
     __syncwarp();
     g.copy_step(unclear);
     if (step.is_first()) wait_until_read(kRawBarrier + item % 2, item / 2 - 1), g.copy_raw(unclear);
@@ -332,8 +333,10 @@ gradients_kernel90(const __grid_constant__ gdn_rule_backward_params p, const __g
     for (auto &x : s.update)
       for (int i = threadIdx.x; i < kTileBytes / 4; i += s.kThreads) reinterpret_cast<uint32_t *>(x + kTileBytes)[i] = 0;
   if (threadIdx.x == 0) {
+    const int writers[kCopyBarriers] = {32, 32, 32, 1, 1, 32, 32};
     const int readers[kCopyBarriers] = {480, 480, 448, kRowThreads + 32, kRowThreads + 32, 448, 448};
-    for (int i = 0; i < kCopyBarriers; ++i) ptx::barrier_init(ptx::shared_address(&s.full[i]), 1), ptx::barrier_init(ptx::shared_address(&s.empty[i]), readers[i]);
+    for (int i = 0; i < kCopyBarriers; ++i)
+      ptx::barrier_init(ptx::shared_address(&s.full[i]), writers[i]), ptx::barrier_init(ptx::shared_address(&s.empty[i]), readers[i]);
     ptx::barrier_init(ptx::shared_address(&s.unclear), 1);
     for (int i = 0; i < 2; ++i) {
       ptx::barrier_init(ptx::shared_address(&s.matrix_full[i]), 128), ptx::barrier_init(ptx::shared_address(&s.matrix_empty[i]), kRowThreads);
@@ -365,6 +368,7 @@ gradients_kernel90(const __grid_constant__ gdn_rule_backward_params p, const __g
   each([&](const auto &g) {
     g.add_step(d_q, d_k);
     if (g.is_last()) g.put_sums(d_q, d_k);
+    else g.matrix_is_read(1);
   });
 }
 

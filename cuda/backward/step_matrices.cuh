@@ -7,7 +7,7 @@
 namespace gdn {
 namespace backward {
 
-// PLACES are StepPlaces with the kernel's shared memory: tiles(), factors(), warp_sums(), state_sums(), and the addresses of the matrices
+// PLACES are StepPlaces with the kernel's shared memory: factors(), warp_sums(), state_sum(), and the addresses of the matrices
 // attention(), attention_rest() and lower().
 template <typename PLACES> struct StepMatrices : PLACES {
   using T = typename PLACES::Type;
@@ -163,7 +163,7 @@ template <typename PLACES> struct StepMatrices : PLACES {
   __device__ __forceinline__ void finish_decays() const {
     const TokenFactors &f = factors();
     const int lane = threadIdx.x % 32, t0 = 2 * lane, block = lane / 8;
-    const float states = this->state_sums() * chunk::exp2_fast(f.c[kChunk - 1]);
+    const float states = this->state_sum() * chunk::exp2_fast(f.c[kChunk - 1]);
     float later[2] = {0.f, 0.f}, earlier[2] = {0.f, 0.f};    // of tokens t0 and t0 + 1
 #pragma unroll
     for (int g = 0; g < 2; ++g) {

@@ -26,6 +26,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     w.template wait_for_chain<STAGES == 2 ? 1 : 0>(step, i);
     const auto &stage = w.stage(step);
     const uint32_t keys = ptx::shared_address(stage.k), values = ptx::shared_address(stage.values[w.group]);
+    const uint32_t out = w.out_tile(step);
     const WalkFactors &f = stage.factors;
 
     // The updates.
@@ -39,38 +40,36 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale_columns(x, f.beta, lane);
     uint32_t half[4][4];
     const RowScales scales = to_scaled_operand(half, x);
-    float y[8][4];    // also U / beta, in f16 and divided by a power of two
+    float y[8][4];
     multiply_now<__half, WGMMA, false>(y, half, ptx::shared_address(stage.inverse), false, lane);
     add_rounded(x, half, y, scales.up);
-    if (walk.store) {
-      float most = 0.f;
-#pragma unroll
-      for (int t = 0; t < 8; ++t)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) y[t][c] = x[t][c];
-      chunk::scale_columns(y, f.unbeta, lane);
-#pragma unroll
-      for (int t = 0; t < 8; ++t)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) most = fmaxf(most, fabsf(y[t][c]));
-#pragma unroll
-      for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
-      const RowScales s = scales_of_rows(most, most);
-      chunk::scale(y, s.down[0]);
-      chunk::put_out<__half>(y, values, warp, lane);
-      if (lane == 0) w.buffers.records[w.index(i)].tokens.updates[4 * w.s.tile + warp] = s.up[0];
-    }
 
     // The new state.
-    chunk::scale_columns(x, f.write, lane);
-    chunk::to_operand<T, true>(half, x);
+#pragma unroll
+    for (int t = 0; t < 8; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) y[t][c] = x[t][c];
+    chunk::scale_columns(y, f.write, lane);
+    chunk::to_operand<T, true>(half, y);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     if (walk.store) {
+      float most = 0.f;
+      chunk::scale_columns(x, f.unbeta, lane);
+#pragma unroll
+      for (int t = 0; t < 8; ++t)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) most = fmaxf(most, fabsf(x[t][c]));
+#pragma unroll
+      for (int d = 4; d < 32; d *= 2) most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, d));
+      const RowScales s = scales_of_rows(most, most);
+      chunk::scale(x, s.down[0]);
+      chunk::put_out<__half>(x, out, warp, lane);
+      if (lane == 0) w.buffers.records[w.index(i)].tokens.updates[4 * w.s.tile + warp] = s.up[0];
       const int row = w.s.tile * kTileRows + 16 * warp;
       if (w.buffers.updates == nullptr) {
         const gdn_heads &to = updates_of(w.p, w.s.head_of_key);
-        chunk::take_out<T>(values, warp, lane, out_heads_at<T>(to, w.s.n, w.first(i), w.s.key_head) + row, to.token_stride, w.count(i),
+        chunk::take_out<T>(out, warp, lane, out_heads_at<T>(to, w.s.n, w.first(i), w.s.key_head) + row, to.token_stride, w.count(i),
                            w.p.common.head_v - row);
       } else {
         __syncwarp();
@@ -79,7 +78,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const uint32_t at = chunk::tile_offset(lane / 2 + 16 * j, piece);
-          *reinterpret_cast<uint4 *>(to + at) = ptx::load_shared(values + at);
+          *reinterpret_cast<uint4 *>(to + at) = ptx::load_shared(out + at);
         }
       }
     }
@@ -159,9 +158,9 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale_columns(x, f.key, lane);
     chunk::to_operand<T, true>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
-    chunk::put_out(out, values, warp, lane);
+    chunk::put_out(out, w.out_tile(step), warp, lane);
     const int row = w.s.tile * kTileRows + 16 * warp;
-    chunk::take_out<T>(values, warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
+    chunk::take_out<T>(w.out_tile(step), warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
                        w.p.common.head_v - row);
     wait<WGMMA>(state, half);
     w.chunk_is_done(step);
