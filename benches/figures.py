@@ -14,6 +14,7 @@ WORKS = [
     ("decode", "16/32 B=1", "decode, 1 sequence"), ("decode", "16/32 B=64", "decode, 64 sequences"),
     ("decode", None, "decode, 1 to 256 sequences"), ("prefill", "16/32 1x2048", "prefill, 1 x 2048 tokens"),
     ("prefill", "16/32 4x8192", "prefill, 4 x 8192 tokens"), ("prefill", None, "prefill, 1 x 64 to 8 x 1024 and 1 x 32768 tokens"),
+    ("backward", "16/32 1x8192", "backward, 1 x 8192 tokens"), ("backward", None, "backward, 1 x 512 to 8 x 4096 and 1 x 32768 tokens"),
     ("layer", "B=1", "whole layer, decode, 1 sequence, hidden size 2048")]
 MODELS = [("qwen3.5-4b", "Qwen3.5-4B"), ("qwen3.5-35b-a3b", "Qwen3.5-35B-A3B"), ("qwen3.5-35b-a3b-fp8", "Qwen3.5-35B-A3B in fp8")]
 BATCHES = [1, 8, 32, 64]
