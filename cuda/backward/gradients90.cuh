@@ -11,9 +11,8 @@
 namespace gdn {
 namespace backward {
 
-// Copies: U and factors of two steps in turn, dO and dV, S, dS, raw q and k of two items in turn.
-//
-// NOTES: with dO and dV of two steps and q and k of one, all waited a third of the time for the next item's q and k.
+// Copies: U and factors of two steps in turn, dO and dV, S, dS, raw q and k of two items in turn, for which all would wait at the end of
+// an item.
 enum CopyBarrier { kStepBarrier = 0, kRowsBarrier = 2, kStatesBarrier = 3, kGradientsBarrier = 4, kRawBarrier = 5, kCopyBarriers = 7 };
 
 struct GradientShared90 {
@@ -37,8 +36,9 @@ struct GradientShared90 {
 };
 static_assert(sizeof(GradientShared90) <= 227 * 1024, "a shape for sm_90");
 
-// Threads that compute dQ and dK, and the registers that each and each of the others may have.
-constexpr int kRowThreads = 256, kRowRegisters = 144, kWarpRegisters = 112;
+// Threads that compute dQ and dK, the matrices, and sums for dg; the registers that each of the first and of the others may have.
+constexpr int kRowThreads = 256, kMatrixThreads = 192, kSumThreads = 32;
+constexpr int kRowRegisters = 144, kWarpRegisters = 112;
 static_assert(128 * (2 * kRowRegisters + 2 * kWarpRegisters) <= 65536, "registers of a multiprocessor");
 
 template <typename T, int TILES, int PARTS> struct Places90 : StepPlaces<T, TILES, PARTS> {
@@ -224,7 +224,7 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
 
   // ---- by warps ----
 
-  // S dS: the diagonal of S dS^T.
+  // S dS, the sum of the diagonal of S dS^T.
   __device__ __forceinline__ void multiply_states_with_gradients() const {
     const int lane = threadIdx.x % 32, row = lane / 4, column = 2 * (lane % 4);
     wait_for(kStatesBarrier), wait_for(kGradientsBarrier);
@@ -334,13 +334,14 @@ gradients_kernel90(const __grid_constant__ gdn_rule_backward_params p, const __g
       for (int i = threadIdx.x; i < kTileBytes / 4; i += s.kThreads) reinterpret_cast<uint32_t *>(x + kTileBytes)[i] = 0;
   if (threadIdx.x == 0) {
     const int writers[kCopyBarriers] = {32, 32, 32, 1, 1, 32, 32};
-    const int readers[kCopyBarriers] = {480, 480, 448, kRowThreads + 32, kRowThreads + 32, 448, 448};
+    constexpr int kMost = kRowThreads + kMatrixThreads, kAll = kMost + kSumThreads, kStates = kRowThreads + kSumThreads;
+    const int readers[kCopyBarriers] = {kAll, kAll, kMost, kStates, kStates, kMost, kMost};
     for (int i = 0; i < kCopyBarriers; ++i)
       ptx::barrier_init(ptx::shared_address(&s.full[i]), writers[i]), ptx::barrier_init(ptx::shared_address(&s.empty[i]), readers[i]);
     ptx::barrier_init(ptx::shared_address(&s.unclear), 1);
     for (int i = 0; i < 2; ++i) {
       ptx::barrier_init(ptx::shared_address(&s.matrix_full[i]), 128), ptx::barrier_init(ptx::shared_address(&s.matrix_empty[i]), kRowThreads);
-      ptx::barrier_init(ptx::shared_address(&s.summed[i]), 384 + 64);
+      ptx::barrier_init(ptx::shared_address(&s.summed[i]), kMost);
     }
     ptx::barriers_initialised();
   }

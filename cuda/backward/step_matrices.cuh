@@ -242,7 +242,7 @@ template <typename PLACES> struct StepMatrices : PLACES {
       for (int c = 0; c < 4; ++c) to[t][c] = fmaf(factor[c / 2], x[t][c], to[t][c]);
   }
 
-  // x += U / beta times 64 value rows of dS, from f16 in the inputs' type in `a`.
+  // 64 columns of U / beta, from f16 to the inputs' type.
   __device__ __forceinline__ void load_update(uint32_t (&a)[4][4], const uint8_t *update, int v_tile) const {
     const Here me;
     load_rows(a, PLACES::tile(update) + v_tile * kTileBytes, 0, me.warp, me.lane);

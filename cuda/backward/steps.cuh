@@ -77,7 +77,7 @@ struct RowSums {
 // which would keep others from being under way together, the states are those of the first tile again.
 template <typename T, int TILES, int PARTS> struct StepPlaces {
   using Type = T;
-  static constexpr int kTiles = TILES, kParts = PARTS;
+  static constexpr int kParts = PARTS;
   const gdn_rule_backward_params &p;
   const Buffers &buffers;
   const Work &work;

@@ -183,10 +183,11 @@ def times(args):
     lens = [[512], [2048], [8192], [2048] * 4]
     shapes = every(lens=lens, hk=16, hv=32, algo=[RECURRENT]) + every(rows("lens k v io", ([2048], 128, 128, "f32"), ([2048], 256, 256, "bf16"), ([2048], 64, 64, "bf16")),
                                                                        hk=16, hv=16, algo=[RECURRENT])
+    shapes += every(lens=[*lens, [4096] * 8, [32768]], hk=16, hv=32) + every(lens=[*lens, [4096] * 8], hk=30, hv=30, k=96, v=192)
     return [("gates, backward, bf16", ready_gates, every(tokens=[512, 8192, 32768], hv=32)),
             ("convolution, backward, bf16", conv, every(lens=[*lens, [8192] * 4], channels=8192, width=4)),
             ("gated norm, backward, bf16", norm, every(tokens=[512, 2048, 8192, 32768], hv=32, dim=128)),
-            ("the rule, backward, bf16", rule, shapes + every(lens=lens, hk=16, hv=32) + every(lens=[[512], *lens[1:], [4096] * 8], hk=30, hv=30, k=96, v=192))]
+            ("the rule, backward, bf16", rule, [{**case, "odd": None} for case in shapes])]
 
 
 GROUPS = {"gates": group(ready_gates, GATES, GATES_QUICK), "conv": group(conv, convs, CONV_QUICK), "norm": group(norm, NORMS, NORM_QUICK), "rule": check_rule,
