@@ -2,7 +2,7 @@
 
 use crate::goldens::layer_golden;
 use crate::random_layer::{self, of_128, small};
-use crate::support::{devices, dtype_for, has, on_tensor_cores, refused, rel_rms, values, APART};
+use crate::support::{devices, dtype_for, has, on_tensor_cores, refused, rel_rms, values, Rng, APART};
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn::{Algo, GateActivation, GatedDeltaNet, GdnConfig, TrainableGatedDeltaNet};
 use candle_nn::VarBuilder;
@@ -14,11 +14,15 @@ pub fn config() -> GdnConfig {
     small().with(|c| (c.hidden_size, c.num_value_heads, c.value_head_dim) = (24, 6, 32))
 }
 
-/// Random weights in the split layout, and the same ones interleaved by key head.
+/// Random weights, always the same, in the split layout, and the same ones interleaved by key head.
 pub fn weights_for(c: &GdnConfig, device: &Device) -> (HashMap<String, Tensor>, HashMap<String, Tensor>) {
     let (heads, r, h) = (c.num_key_heads, c.num_value_heads / c.num_key_heads, c.hidden_size);
     let (key, value) = (c.key_head_dim, r * c.value_head_dim);
-    let randn = |shape: &[usize]| Tensor::randn(0f32, 0.3, shape, device).unwrap();
+    let mut rng = Rng::new(1);
+    let mut randn = |shape: &[usize]| {
+        let numbers: Vec<f32> = (0..shape.iter().product()).map(|_| 0.3 * rng.normal() as f32).collect();
+        Tensor::from_vec(numbers, shape, device).unwrap()
+    };
     let (q, k, v, z) =
         (randn(&[heads, key, h]), randn(&[heads, key, h]), randn(&[heads, value, h]), randn(&[heads, value, h]));
     let (b, a) = (randn(&[heads, r, h]), randn(&[heads, r, h]));

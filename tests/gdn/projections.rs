@@ -2,7 +2,7 @@
 
 use crate::layer::{config, weights_for};
 use crate::random_layer::of_128;
-use crate::support::{devices, refused, rel_rms, values};
+use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::quantized::{GgmlDType, QMatMul, QTensor};
 use candle_core::{DType, Device, Module, Result, Tensor};
 use candle_gdn::{
@@ -152,7 +152,11 @@ fn adapted_and_quantised_projections() {
         let c = config().with(|c| c.hidden_size = 256);
         let (w, _) = weights_for(&c, &device);
         let (all, out) = (fused(&w), &w["out_proj.weight"]);
-        let randn = |rows: usize, columns: usize| Tensor::randn(0f32, 0.3, (rows, columns), &device).unwrap();
+        let mut rng = Rng::new(2);
+        let mut randn = |rows: usize, columns: usize| {
+            let numbers: Vec<f32> = (0..rows * columns).map(|_| 0.3 * rng.normal() as f32).collect();
+            Tensor::from_vec(numbers, (rows, columns), &device).unwrap()
+        };
         let (a, b) = (randn(3, c.hidden_size), randn(all.dims()[0], 3));
         let adapted = (&all + b.matmul(&a).unwrap()).unwrap();
         let lora = Lora { base: candle_nn::Linear::new(all.clone(), None), a, b };
