@@ -53,6 +53,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::to_operand<T, true>(half, y);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
+    // While its products are under way: U / beta, in f16 and divided by a power of two.
     if (walk.store) {
       float most = 0.f;
       chunk::scale_columns(x, f.unbeta, lane);

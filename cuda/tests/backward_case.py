@@ -16,7 +16,7 @@ from rule_case import shorter, uniform
 
 EXACT = 1e-5
 BOUND = {"f32": EXACT, "bf16": 6e-3, "f16": 1e-3}     # of what is stored in this type
-# By `odd`: columns after each row and elements before it. Odd ones are aligned to nothing, those of None, as is timed, to 128 bytes.
+# By `odd`: columns after each row and elements before it. False: rows are aligned to 16 bytes, True: to nothing, None, for times: to 128.
 GAPS = {False: (8, 8), True: (3, 1), None: (0, 0)}
 
 

@@ -122,3 +122,22 @@ fn files_have_one_job_and_at_most_400_lines() {
     assert_eq!(long, ["cuda/gdn.h"], "more than 400 lines");
     assert!(files.len() > 300, "{} files", files.len());
 }
+
+/// Lists in pages are those of the files.
+#[test]
+fn pages_name_all_of_a_kind() {
+    let manual = include_str!("../../examples/generate/README.md");
+    let checks = include_str!("../../cuda/tests/README.md");
+    let mut found = [0; 2];
+    for (name, path) in files(&[".json", ".py"]) {
+        let stem = path.file_stem().unwrap().to_str().unwrap();
+        if name.starts_with("examples/generate/configs/") {
+            assert!(manual.contains(&format!("`{stem}`")), "the manual lacks {stem}");
+            found[0] += 1;
+        } else if name.contains("cuda/tests/") && stem.starts_with("check_") {
+            assert!(checks.contains(&format!("{stem}.py`")), "the page of the checks lacks {stem}");
+            found[1] += 1;
+        }
+    }
+    assert!(found.iter().all(|count| *count >= 7), "{found:?}");
+}
