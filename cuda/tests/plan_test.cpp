@@ -10,6 +10,7 @@ using namespace gdn;
 namespace {
 
 constexpr Device kH200 = {132, 227 * 1024, true, true}, kA100 = {108, 163 * 1024, false, false}, kB200 = {148, 227 * 1024, true, false};
+constexpr Device kAda = {128, kLeastShared, false, false};    // an RTX 4090: the code of sm_80, the least shared memory
 int failures = 0;
 
 void expect(const char *what, long long row, long long got, long long wanted) {
@@ -74,7 +75,11 @@ void rules() {
       {4, 4, 192, 96, 1, 1, GDN_F32, &kH200, GDN_DECODE},               {4, 4, 256, 256, 1, 1, GDN_F16, &kA100, GDN_DECODE},
       {4, 4, 128, 48, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},           {4, 4, 160, 128, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},
       {16, 32, 64, 64, 1, 4096, GDN_F16, &kA100, GDN_CHUNKED_SM80},     {4, 4, 136, 136, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},
-      {4, 8, 100, 100, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},
+      {4, 8, 100, 100, 1, 4096, GDN_BF16, &kH200, GDN_RECURRENT},       {16, 32, 128, 128, 1, 1, GDN_BF16, &kAda, GDN_DECODE},
+      {16, 32, 128, 128, 4, 8, GDN_BF16, &kAda, GDN_RECURRENT_128},     {16, 32, 128, 128, 5, 8, GDN_BF16, &kAda, GDN_DECODE},
+      {16, 32, 128, 128, 1, 23, GDN_BF16, &kAda, GDN_RECURRENT_128},    {16, 32, 128, 128, 1, 24, GDN_BF16, &kAda, GDN_CHUNKED_SM80},
+      {30, 30, 96, 192, 2, 11, GDN_BF16, &kAda, GDN_RECURRENT},         {30, 30, 96, 192, 3, 11, GDN_BF16, &kAda, GDN_DECODE},
+      {30, 30, 96, 192, 1, 24, GDN_BF16, &kAda, GDN_CHUNKED_SM80},
   };
   int row = 0;
   for (const auto &r : rows)
@@ -192,6 +197,12 @@ void steps() {
       {30, 30, 96, 192, 4, 1, &kH200, GDN_STEP_WHOLE, 4, 4, 1},   {30, 30, 96, 192, 64, 1, &kA100, GDN_STEP_WHOLE, 4, 2, 2},
       {15, 30, 96, 192, 1, 1, &kH200, GDN_STEP_SPLIT, 4, 4, 1},   {10, 30, 96, 192, 1, 1, &kH200, GDN_STEP_HEADS, 4, 4, 2},
       {30, 30, 64, 64, 1, 1, &kH200, GDN_STEP_AUTO, 1, 4, 0},     {30, 30, 192, 96, 1, 1, &kH200, GDN_STEP_AUTO, 1, 4, 0},
+      {16, 32, 128, 128, 1, 1, &kAda, GDN_STEP_WHOLE, 2, 4, 1},   {16, 32, 128, 128, 6, 1, &kAda, GDN_STEP_WHOLE, 4, 4, 1},
+      {16, 32, 128, 128, 7, 1, &kAda, GDN_STEP_WHOLE, 4, 2, 1},   {16, 32, 128, 128, 9, 1, &kAda, GDN_STEP_WHOLE, 4, 2, 2},
+      {30, 30, 96, 192, 1, 16, &kAda, GDN_STEP_WHOLE, 2, 4, 1},   {16, 32, 128, 128, 1, 16, &kAda, GDN_STEP_WHOLE, 2, 4, 1},
+      // Four value heads a key head: 11 tokens fit in 99 KB. For more only clusters have a variant.
+      {16, 64, 128, 128, 1, 11, &kAda, GDN_STEP_WHOLE, 4, 4, 1},  {16, 64, 128, 128, 1, 12, &kAda, GDN_STEP_AUTO, 4, 4, 1},
+      {16, 64, 128, 128, 1, 16, &kA100, GDN_STEP_WHOLE, 4, 4, 1}, {16, 64, 128, 128, 1, 16, &kH200, GDN_STEP_HEADS, 4, 4, 2},
   };
   int row = 0;
   for (const auto &r : rows) {
@@ -252,7 +263,8 @@ void segments() {
   const struct {
     int heads, rows, cluster;
     const Device *device;
-  } combinations[] = {{8, 16, 2, &kH200}, {16, 32, 2, &kH200}, {32, 32, 2, &kH200}, {48, 64, 2, &kH200}, {8, 16, 1, &kA100}, {32, 64, 1, &kA100}};
+  } combinations[] = {{8, 16, 2, &kH200}, {16, 32, 2, &kH200}, {32, 32, 2, &kH200}, {48, 64, 2, &kH200}, {8, 16, 1, &kA100}, {32, 64, 1, &kA100},
+                      {16, 16, 1, &kAda}, {24, 64, 1, &kAda}};
   row = 0;
   for (const auto &r : combinations) {
     const plan::Combine c = plan::combine(common(4, r.heads, 128, 128, 1, 1, GDN_BF16, GDN_F32), 1, *r.device);
