@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# How fast, how close to the limit, how far ahead of FlashInfer, FlashQLA and fla: everything on this GPU machine, about
-# an hour. Needs Rust, the CUDA toolkit, and python3 with torch; a peer that is not installed is a gap. Piece by piece: each
-# suite that bench.py is called with writes a file of its own.
+# How fast, how close to the limit, how far ahead of FlashInfer, FlashQLA and fla: what `cargo bench --bench gpu` and
+# bench.py measure, about an hour. Needs Rust, the CUDA toolkit, and python3 with torch; a peer that is not installed is a gap.
+# Piece by piece: each suite that bench.py is called with writes a file of its own.
 # Results: benches/results/<device>/table.md and the plots beside it.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -122,7 +122,7 @@ impl Case<'_> {
         Ok((pool, all))
     }
 
-    /// Feeds the sequences tokens one by one, from 0 to 15 of them: so rings are of all lengths, and every step folds some.
+    /// Feeds the sequences tokens one by one, from 0 to 15 of them: so rings are of all lengths, and every step flushes some.
     fn stagger(&self, pool: &mut SequencePool, all: &[Sequence]) -> candle_core::Result<()> {
         (0..15).try_for_each(|step| {
             let next = self.next(all, step);

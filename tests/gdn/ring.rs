@@ -85,7 +85,7 @@ fn cases() -> Vec<(GdnConfig, DType, DType, Vec<Device>)> {
     ]
 }
 
-/// Steps and prompts in turn, sequences that keep step and such that do not, padding, and folds of all lengths.
+/// Steps and prompts in turn, sequences that keep step and such that do not, padding, and flushes of all lengths.
 #[test]
 fn calls_of_any_length() {
     for (config, dtype, state, devices) in cases() {

@@ -7,7 +7,14 @@
 //! 4. the tensors that it holds and reads: weights, gates, slots, boundaries;
 //! 5. a ring's tensors, which it writes: keys, updates, decays, inputs.
 //!
-//! The arena, and under it the tensor that it lends, is locked after the states and released before the next lock is taken.
+//! Between them, each released before the next lock is taken:
+//! - the arena, and under it the tensor that it lends, for an op's output: after the states and before 4 and 5 to borrow it, and
+//!   after the launch to give it back;
+//! - the mutex of a pool's `RingSpans`, after the states and before the spans, which are of 4 (in the call that moves them
+//!   of 3). A pool that grows keeps it while it copies them.
+//!
+//! A workspace's tensor is locked last of all and stays locked over the launch.
+//!
 //! An op refuses arguments that share a storage with what it writes before it locks anything of 3: the thread would wait for
 //! itself.
 

@@ -7,6 +7,8 @@
 //! 4. [`plan`] chooses the kernel: pure functions of rows, sizes, storage and dtype.
 //!
 //! # To add a number format
+//! A block type of GGUF: a row in `formats/gguf/types.rs`. `Kept::Decoded` keeps it as q8_0, and that is all. Steps 3 to 5 are for a
+//! type that stays as it is and gets kernels of ours. Any other format:
 //! 1. `formats/NAME.rs`: implement [`Format`](crate::formats::Format), so that `matrix` returns a `Stored`, and let the
 //!    loader (`loader.rs`) give it to the `Source`. A `quantization_config` that names it: `config/quantization.rs`. If the
 //!    format dequantises as it loads, this is all.
@@ -14,10 +16,13 @@
 //!    `formats/place.rs` that makes a `Weight` of it. Experts: a variant of `StoredExperts` (`formats/experts.rs`).
 //! 3. A new storage on the device: a variant of [`Weight`] (the compiler then lists the matches in `weight.rs` and
 //!    `multiply.rs`), its kernel's launch in `weights/cuda/` or `weights/cpu/`, its line in `plan.rs` and in that table's test.
+//!    A type of ggml on the CPU: `with_layout` in `weights/cpu/quantized`.
 //! 4. Kernels: a folder in `models/cuda/`, its header beside the others and the header in Rust in `models/src/abi/`. A type of
 //!    ggml that packs into units of 4 inputs: `gdn_quantized_type` in the header and `abi/quantized.rs`, its layout in
-//!    `cuda/quantized/layout.cuh` and `pack.cu`, and wherever `GDN_Q6_K` stands in `models/cuda` and `weights/cuda`.
-//! 5. What it takes in memory: `memory.rs`. Tests: `models/tests/models/NAME.rs` against the dequantised numbers.
+//!    `cuda/quantized/layout.cuh` and `pack.cu`, and wherever `GDN_Q6_K` stands in `models/cuda` and `weights/cuda`. Its
+//!    checks: `models/cuda/tests/ggml.py`, and its number in `cuda/tests/test_shapes.py`.
+//! 5. What it takes in memory: `memory.rs`, and for the programs `cli/src/memory.rs`. Tests: `models/tests/models/NAME.rs`
+//!    against the dequantised numbers.
 
 pub(crate) mod cpu;
 #[cfg(feature = "cuda")]
