@@ -44,27 +44,27 @@ template <typename T> struct Launcher {
   }
 
   int64_t walk_blocks(const Walks &walks, int tiles) const {
-    return int64_t{p.common.seqs.num_seqs} * p.common.num_v_heads * ceil_div(walks.v_tiles, tiles) * (walks.forward.on + walks.reverse.on);
+    int64_t blocks = 0;
+    for (const Walk &walk : walks.walk) blocks += blocks_of(p.common, walk, tiles);
+    return blocks;
   }
-  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1>
-  int walk_as(const Buffers &b, const Walks &walks, const Span &forward, const Span &reverse) const {
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks) const {
     using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks, forward, reverse);
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks);
   }
   // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors.
-  int walk(const Buffers &b, const Walk &f, const Walk &r, const Span &forward, const Span &reverse) const {
-    const Walks walks = {f, r, v_tiles()};
+  int walk(const Buffers &b, const Walks &walks) const {
+    if (walk_blocks(walks, 1) == 0) return GDN_OK;
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     if (wgmma) {
-      if (walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks, forward, reverse);
-      return walks.v_tiles > 1 ? walk_as<true, 2, 2, 2>(b, walks, forward, reverse) : walk_as<true, 2, 1>(b, walks, forward, reverse);
+      if (walks.cut.pieces > 1 || walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks);
+      return v_tiles() > 1 ? walk_as<true, 2, 2, 2>(b, walks) : walk_as<true, 2, 1>(b, walks);
     }
-    return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks, forward, reverse)
-                                                                   : walk_as<false, 1, 1>(b, walks, forward, reverse);
+    return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks) : walk_as<false, 1, 1>(b, walks);
   }
 
   template <int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
@@ -97,27 +97,56 @@ template <typename T> struct Launcher {
     b.records = reinterpret_cast<Record *>(next(s.record_bytes));
     b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
     b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
-    // The state before segment i, and the gradient of the state between segments.
-    float *d_between = s.segments > 1 ? reinterpret_cast<float *>(next(s.carry_bytes)) : nullptr;
+    return s.cut.pieces > 1 ? in_pieces(b, at) : in_segments(b, at);
+  }
+
+  // Segment by segment: the states before all, then all else from the last to the first.
+  int in_segments(const Buffers &b, uint8_t *at) const {
+    float *d_between = s.segments > 1 ? reinterpret_cast<float *>(at + (s.segments - 1) * s.carry_bytes) : nullptr;
     const auto before = [&](int i) {
       return i == 0 ? const_cast<float *>(static_cast<const float *>(p.common.state_in))
                     : reinterpret_cast<float *>(at + (i - 1) * s.carry_bytes);
     };
-    const Walk none = {};
     for (int i = 0; i + 1 < s.segments; ++i) {
       const Span span = {i, s.segments};
       if (const int status = prepare(span, b)) return status;
-      if (const int status = walk(b, {before(i), before(i + 1), true, false}, none, span, span)) return status;
+      if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false, 0, 1}}, span, {1, 1}})) return status;
     }
     for (int i = s.segments - 1; i >= 0; --i) {
       const Span span = {i, s.segments};
       if (const int status = prepare(span, b)) return status;
-      const Walk reverse = {i == s.segments - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, true, true};
-      if (const int status = walk(b, {before(i), nullptr, s.places > 0, true}, reverse, span, span)) return status;
+      // The longer walk first.
+      const Walk reverse = {i == s.segments - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true, 0, 1};
+      if (const int status = walk(b, {{reverse, {before(i), nullptr, kForward, true, 0, s.places > 0}}, span, {1, 1}})) return status;
       if (const int status = gradients(span, b)) return status;
     }
     return GDN_OK;
   }
+
+  // Pieces of long sequences side by side (combine.cuh).
+  int in_pieces(const Buffers &b, uint8_t *at) const {
+    const int32_t last = s.cut.pieces - 1;
+    const Span whole = {0, 1};
+    const auto place = [&](int i) { return reinterpret_cast<float *>(at + i * s.carry_bytes); };
+    float *states = place(0), *gradients_of_states = place(last);    // after piece i; of the state before piece i + 1
+    float *transfers = place(2 * last);                              // of piece i + 1
+    if (const int status = prepare(whole, b)) return status;
+    const float *state_in = static_cast<const float *>(p.common.state_in);
+    const Walks first = {{{p.d_state_out, gradients_of_states + (last - 1) * state_floats(), kReverse, true, last, 1},
+                          {state_in, states, kForward, true, 0, 1},
+                          {nullptr, gradients_of_states, kReverse, false, 1, last - 1},
+                          {nullptr, states + state_floats(), kForward, false, 1, last - 1},
+                          {nullptr, transfers, kTransfer, false, 1, last - 1}}, whole, s.cut};
+    if (const int status = walk(b, first)) return status;
+    if (const int status = launch_combine(p.common, states, gradients_of_states, transfers, s.cut.pieces, stream)) return status;
+    const Walks second = {{{gradients_of_states, p.d_state_in, kReverse, true, 0, 1},
+                           {states + (last - 1) * state_floats(), nullptr, kForward, true, last, 1},
+                           {gradients_of_states + state_floats(), nullptr, kReverse, true, 1, last - 1},
+                           {states, nullptr, kForward, true, 1, last - 1}}, whole, s.cut};
+    if (const int status = walk(b, second)) return status;
+    return gradients(whole, b);
+  }
+  int64_t state_floats() const { return s.carry_bytes / static_cast<int64_t>(sizeof(float)); }
 };
 
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "../common/checks.h"
+#include "cut.h"
 
 namespace gdn {
 namespace backward {
@@ -28,17 +29,41 @@ inline bool updates_in_place(const gdn_rule_backward_params &p) {
   return p.common.head_k == p.common.head_v && p.common.num_v_heads <= 2 * p.common.num_k_heads;
 }
 
-// Where a walk begins and ends: [sequence, value head, head_v, head_k] or null.
+// States along the chunks; gradients of states against them; what a piece of a sequence makes of the identity where there are no values.
+enum Direction : int32_t { kForward, kReverse, kTransfer };
+
+// A walk of some pieces of every sequence. Where it begins and ends: [piece, sequence, value head, rows, head_k], or null.
 struct Walk {
-  const float *from;    // null: zeros
+  const float *from;    // null: zeros, of kTransfer the identity
   float *to;            // null: not kept
-  bool on, store;       // `on`: walk at all
+  int32_t direction;
+  int32_t store;        // whether states, U and dV are kept
+  int32_t first, pieces;
 };
 
+// The chunk where a piece begins. A sequence has fewer than 2^26 of them, as for Span.
+__host__ __device__ inline int border_of(const Cut &c, int chunks, int piece) {
+  if (piece == 0 || piece == c.pieces) return piece == 0 ? 0 : chunks;
+  return static_cast<int>(static_cast<uint32_t>(chunks) * (c.ends + piece - 1) / (c.pieces - 2 + 2 * c.ends));
+}
+
+// The walks of one launch, whose blocks follow each other.
 struct Walks {
-  Walk forward, reverse;
-  int32_t v_tiles;      // blocks a head
+  Walk walk[5];
+  Span span;    // of the workspace
+  Cut cut;      // pieces only of sequences that are one span
 };
+
+constexpr int kTileRows = 64;    // value rows of a tile of a walk
+__host__ __device__ inline int tiles_of(const gdn_common &c, const Walk &walk) {
+  return ((walk.direction == kTransfer ? c.head_k : c.head_v) + kTileRows - 1) / kTileRows;
+}
+__host__ __device__ inline unsigned blocks_each_head(const gdn_common &c, const Walk &walk, int tiles) {
+  return static_cast<unsigned>((tiles_of(c, walk) + tiles - 1) / tiles);
+}
+__host__ __device__ inline unsigned blocks_of(const gdn_common &c, const Walk &walk, int tiles) {
+  return static_cast<unsigned>(walk.pieces) * c.seqs.num_seqs * c.num_v_heads * blocks_each_head(c, walk, tiles);
+}
 
 // Of the gradients kernel.
 struct Work {
@@ -48,14 +73,23 @@ struct Work {
 
 struct Schedule {
   int32_t segments;
+  Cut cut;              // pieces only of one segment
   int64_t places;       // of a segment
-  int64_t record_bytes, state_bytes, update_bytes, carry_bytes;    // of a segment; of one state of all heads
+  int64_t record_bytes, state_bytes, update_bytes;    // of a segment
+  int64_t carry_bytes, transfer_bytes;                // of one state, one transfer matrix of all heads
 
-  // States before all segments but the first, and the gradient between segments.
-  int64_t bytes() const { return record_bytes + 2 * state_bytes + update_bytes + (segments > 1 ? segments * carry_bytes : 0); }
+  // With segments: states before all but the first, and the gradient between two. With pieces: states and gradients at their borders, and
+  // the transfer matrices of all but the first and the last.
+  int64_t bytes() const {
+    const int64_t between = segments > 1 ? segments * carry_bytes : cut.pieces > 1 ? 2 * (cut.pieces - 1) * carry_bytes + (cut.pieces - 2) * transfer_bytes : 0;
+    return record_bytes + 2 * state_bytes + update_bytes + between;
+  }
 };
 
 int make_schedule(const gdn_rule_backward_params &p, Schedule *s);
+
+// Carries states and gradients of states through the pieces (combine.cuh).
+int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t pieces, cudaStream_t stream);
 
 // A translation unit for each type.
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream);

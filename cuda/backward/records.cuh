@@ -15,10 +15,9 @@ using chunk::kImageBytes;
 using chunk::kTileBytes;
 
 constexpr int kKeys = 128;                          // columns of a state; those past head_k are zero
-constexpr int kTileRows = 64;                       // value rows of a block of a walk
-constexpr int kPartTiles = 2;                       // so many times these are those of a step of the gradients kernel
+constexpr int kPartTiles = 2;                       // tiles of a step of the gradients kernel
 constexpr int kUpdateScales = 256 / 16;             // head_v is at most 256
-constexpr int kStateBytes = 2 * kTileBytes;         // so many rows of a state, as two tiles side by side
+constexpr int kStateBytes = 2 * kTileBytes;         // kTileRows rows of a state, as two tiles side by side
 
 // Factors of the tokens of a chunk in the order of chunk::factor_at(), c being the running sum of the log decay.
 struct WalkFactors {

@@ -11,9 +11,9 @@ namespace backward {
 
 // U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
 template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
-__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w, const Walk &walk) {
+__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w) {
   float state[16][4] = {};
-  w.begin(state, walk.from);
+  w.begin(state);
   const int warp = w.warp, lane = w.lane;
   if (!WGMMA && STAGES == 2) w.load_chain(0, w.s.begin, w.p.v, w.maps.v);
   for (int i = w.s.begin; i < w.s.end; ++i) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::to_operand<T, true>(operand, state);
     float x[8][4];
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
-    if (walk.store) w.store_image(operand, w.buffers.states, i);
+    if (w.store) w.store_image(operand, w.buffers.states, i);
     wait<WGMMA>(x, operand);
     chunk::subtract_from_values<T>(x, values, f.read, warp, lane);
     chunk::scale_columns(x, f.beta, lane);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     // While its products are under way: U / beta, in f16 and divided by a power of two.
-    if (walk.store) {
+    if (w.store) {
       float most = 0.f;
       chunk::scale_columns(x, f.unbeta, lane);
 #pragma unroll
@@ -86,7 +86,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     wait<WGMMA>(state, half);
     w.chunk_is_done(step);
   }
-  w.end(state, walk.to);
+  w.end(state);
 }
 
 // A left operand with a factor a column.
@@ -105,9 +105,9 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 
 // dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
 template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
-__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w, const Walk &walk) {
+__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w) {
   float state[16][4] = {};
-  w.begin(state, walk.from);
+  w.begin(state);
   const int warp = w.warp, lane = w.lane;
   if (!WGMMA && STAGES == 2) w.load_chain(0, w.s.end - 1, w.p.d_o, w.maps.d_o);
   for (int i = w.s.end - 1; i >= w.s.begin; --i) {
@@ -136,7 +136,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     scale_operand<T>(out, f.query, lane);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, out, queries, true, lane);
-    w.store_image(operand, w.buffers.gradients, i);
+    if (w.store) w.store_image(operand, w.buffers.gradients, i);
 
     // The gradients of U and v.
     wait<WGMMA, 1>(x, operand, scaled);
@@ -159,14 +159,16 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale_columns(x, f.key, lane);
     chunk::to_operand<T, true>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
-    chunk::put_out(out, w.out_tile(step), warp, lane);
-    const int row = w.s.tile * kTileRows + 16 * warp;
-    chunk::take_out<T>(w.out_tile(step), warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
-                       w.p.common.head_v - row);
+    if (w.store) {
+      chunk::put_out(out, w.out_tile(step), warp, lane);
+      const int row = w.s.tile * kTileRows + 16 * warp;
+      chunk::take_out<T>(w.out_tile(step), warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
+                         w.p.common.head_v - row);
+    }
     wait<WGMMA>(state, half);
     w.chunk_is_done(step);
   }
-  w.end(state, walk.to);
+  w.end(state);
 }
 
 // Warpgroups that compute, and one of which a warp copies.
@@ -175,31 +177,20 @@ template <bool WGMMA, int TILES> constexpr int kWalkThreads = WGMMA ? 128 * (TIL
 template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
 __global__ void __launch_bounds__(kWalkThreads<WGMMA, TILES>, QUERIES == 1 ? 2 : 1)
 walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
-            const __grid_constant__ Walks walks, const Span forward, const Span reverse) {
+            const __grid_constant__ Walks walks) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   using Shared = WalkShared<STAGES, QUERIES, TILES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   ptx::grid_dependency_wait();
-  // The longer walk first.
-  const unsigned each_head = (walks.v_tiles + TILES - 1) / TILES;
-  const unsigned blocks = static_cast<unsigned>(p.common.seqs.num_seqs) * p.common.num_v_heads * each_head;
-  const bool is_reverse = walks.reverse.on && blockIdx.x < blocks;
-  unsigned block = is_reverse || !walks.reverse.on ? blockIdx.x : blockIdx.x - blocks;
-  const Span &span = is_reverse ? reverse : forward;
-  Stretch s;
-  const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES;
-  s.tile = static_cast<int>(block % each_head) * TILES + group;
-  block /= each_head;
-  s.head = static_cast<int>(block % p.common.num_v_heads);
-  s.n = static_cast<int>(block / p.common.num_v_heads);
-  const int each = p.common.num_v_heads / p.common.num_k_heads;
-  s.key_head = s.head / each, s.head_of_key = s.head - s.key_head * each;
-  s.seq = tokens_of(p.common.seqs, s.n);
-  s.begin = begin_of(span, chunks_of(s.seq)), s.end = end_of(span, chunks_of(s.seq));
-  s.place = first_place(p.common.seqs, span, s.n);
+  Block block = block_of(p.common, walks, TILES);
+  const Walk &walk = walks.walk[block.which];
+  const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES, v_tiles = tiles_of(p.common, walk);
+  block.s.tile += group;
   const int thread = threadIdx.x % 128;
-  const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), s, group, thread, thread / 32,
-                                                      thread % 32, walks.v_tiles};
+  const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
+                                                      walk.store != 0, group, thread, thread / 32, thread % 32, v_tiles};
+  if (walk.direction == kTransfer && threadIdx.x < 128 * TILES)    // it has no values
+    for (auto &stage : w.shared.stage) clear_rows<1, 128>(stage.values[group], 0, thread);
   if constexpr (WGMMA) {
     // The first thread behind the warpgroups that compute has the first one's stretch.
     if (threadIdx.x == 32 * warps) {
@@ -210,14 +201,14 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
     constexpr bool kSetRegisters = QUERIES == 1 || TILES > 1;    // else each thread may have all
     if (threadIdx.x >= 32 * warps) {
       if (kSetRegisters) fewer_registers<24>();
-      if (threadIdx.x == 32 * warps) w.copy_chunks(is_reverse);
+      if (threadIdx.x == 32 * warps) w.copy_chunks();
       return;
     }
     if (kSetRegisters) more_registers<TILES == 1 ? 232 : 240>();
-    if (s.tile >= walks.v_tiles) return;
+    if (block.s.tile >= v_tiles) return;
   }
-  if (is_reverse) walk_reverse<T, WGMMA>(w, walks.reverse);
-  else walk_forward<T, WGMMA>(w, walks.forward);
+  if (walk.direction == kReverse) walk_reverse<T, WGMMA>(w);
+  else walk_forward<T, WGMMA>(w);
 }
 
 }  // namespace backward

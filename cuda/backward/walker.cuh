@@ -33,13 +33,42 @@ template <int STAGES, int QUERIES, int TILES> struct WalkShared {
 // The stretch of a warpgroup.
 struct Stretch {
   Tokens seq;
-  int n, head, tile;
+  int n, head, tile, piece;
   int key_head, head_of_key;    // the latter counts the value heads of the key head
   int begin, end;    // chunks
   int64_t place;     // of `begin`
 };
 
-// A walk's pieces that both directions have. With wgmma a warp of its own has the copy engine bring chunks.
+// Which walk is a block's, and the stretch of the first of its `tiles` tiles.
+struct Block {
+  int which;
+  Stretch s;
+};
+__device__ __forceinline__ Block block_of(const gdn_common &c, const Walks &walks, int tiles) {
+  unsigned block = blockIdx.x;
+  Block y = {};
+#pragma unroll 1
+  for (; block >= blocks_of(c, walks.walk[y.which], tiles); ++y.which) block -= blocks_of(c, walks.walk[y.which], tiles);
+  const Walk &walk = walks.walk[y.which];
+  Stretch &s = y.s;
+  const unsigned each_head = blocks_each_head(c, walk, tiles);
+  s.tile = static_cast<int>(block % each_head) * tiles, block /= each_head;
+  s.head = static_cast<int>(block % c.num_v_heads), block /= c.num_v_heads;
+  s.n = static_cast<int>(block % c.seqs.num_seqs), s.piece = static_cast<int>(block / c.seqs.num_seqs);
+  const int each = c.num_v_heads / c.num_k_heads;
+  s.key_head = s.head / each, s.head_of_key = s.head - s.key_head * each;
+  s.seq = tokens_of(c.seqs, s.n);
+  const int chunks = chunks_of(s.seq), piece = walk.first + s.piece;
+  s.begin = begin_of(walks.span, chunks), s.end = end_of(walks.span, chunks);
+  s.place = first_place(c.seqs, walks.span, s.n);
+  if (walks.cut.pieces > 1) {
+    s.begin = border_of(walks.cut, chunks, piece), s.end = border_of(walks.cut, chunks, piece + 1);
+    s.place += s.begin;
+  }
+  return y;
+}
+
+// A walk's parts that both directions have. With wgmma a warp of its own has the copy engine bring chunks.
 template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Walker {
   using Shared = WalkShared<STAGES, QUERIES, TILES>;
   using Stage = typename Shared::Stage;
@@ -47,8 +76,11 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
+  const Walk &walk;     // direction and store of which are in registers: a load from here takes longer than a product
   const Stretch s;
-  const int group, thread, warp, lane, v_tiles;    // thread and warp of its warpgroup
+  int direction;
+  bool store;
+  int group, thread, warp, lane, v_tiles;    // thread and warp of its warpgroup
 
   __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
   __device__ __forceinline__ int count(int i) const { return s.seq.count - i * kChunk; }
@@ -78,9 +110,10 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
       Stage &to = stage(step);
       const uint32_t full = this->full(step % 2);
       const Record &r = buffers.records[index(i)];
-      ptx::barrier_expect(full, (2 + tiles_here()) * kTileBytes + kImageBytes + sizeof(WalkFactors));
+      const int tiles = direction == kTransfer ? 0 : tiles_here();
+      ptx::barrier_expect(full, (2 + tiles) * kTileBytes + kImageBytes + sizeof(WalkFactors));
       for (int h = 0; h < 2; ++h) load_box(to.k + h * kTileBytes, maps.k, 64 * h, s.key_head, i, full);
-      for (int t = 0; t < tiles_here(); ++t) load_box(to.values[t], map, row0 + t * kTileRows, s.head, i, full);
+      for (int t = 0; t < tiles; ++t) load_box(to.values[t], map, row0 + t * kTileRows, s.head, i, full);
       ptx::copy_bulk(ptx::shared_address(to.inverse), r.inverse, kImageBytes, full);
       ptx::copy_bulk(ptx::shared_address(&to.factors), &r.walk, sizeof(WalkFactors), full);
       return;
@@ -89,8 +122,9 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
       Stage &to = stage(step);
       chunk::copy_tile<T, kKeys / 8, 128>(ptx::shared_address(to.k), heads_at<T>(p.k, s.n, first(i), s.key_head), p.k.token_stride, count(i),
                                           p.common.head_k, thread);
-      chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values[0]), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
-                                  count(i), p.common.head_v - row0, thread);
+      if (direction != kTransfer)
+        chunk::copy_tile<T, 8, 128>(ptx::shared_address(to.values[0]), heads_at<T>(values, s.n, first(i), s.head) + row0, values.token_stride,
+                                    count(i), p.common.head_v - row0, thread);
       const Record &r = buffers.records[index(i)];
       chunk::copy_bytes<kImageBytes, 128>(ptx::shared_address(to.inverse), r.inverse, thread);
       chunk::copy_bytes<sizeof(WalkFactors), 128>(ptx::shared_address(&to.factors), &r.walk, thread);
@@ -156,7 +190,8 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
   }
 
   // The copies of a walk, by one thread with the stretch of the first warpgroup.
-  __device__ __forceinline__ void copy_chunks(bool is_reverse) const {
+  __device__ __forceinline__ void copy_chunks() const {
+    const bool is_reverse = direction == kReverse;
     for (int step = 0; step < s.end - s.begin; ++step) {
       const int i = is_reverse ? s.end - 1 - step : s.begin + step;
       if (step >= 2) ptx::barrier_wait(empty(step % 2), (step / 2 - 1) % 2);
@@ -192,19 +227,28 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
     __syncwarp();
   }
 
-  __device__ __forceinline__ const float *state_at(const float *x) const {
-    return x + (static_cast<int64_t>(s.n) * p.common.num_v_heads + s.head) * p.common.head_v * p.common.head_k;
+  // ---- the state at both ends ----
+
+  __device__ __forceinline__ int rows() const { return direction == kTransfer ? p.common.head_k : p.common.head_v; }
+  __device__ __forceinline__ int64_t state_place() const {
+    const int64_t item = (static_cast<int64_t>(s.piece) * p.common.seqs.num_seqs + s.n) * p.common.num_v_heads + s.head;
+    return item * rows() * p.common.head_k;
   }
-  __device__ __forceinline__ void begin(float (&state)[16][4], const float *from) const {
-    if (from != nullptr)
-      chunk::load_state(state, state_at(from), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
-    else
-      chunk::scale(state, 0.f);
+  __device__ __forceinline__ void begin(float (&state)[16][4]) const {
+    const int row0 = s.tile * kTileRows + 16 * warp;
+    if (walk.from != nullptr) return chunk::load_state(state, walk.from + state_place(), row0, p.common.head_v, p.common.head_k, lane);
+    chunk::scale(state, 0.f);
+    if (direction != kTransfer) return;
+    const int row = row0 + lane / 4, column = 2 * (lane % 4);
+#pragma unroll
+    for (int t = 0; t < 16; ++t)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) state[t][c] = row + c / 2 * 8 == 8 * t + column + c % 2 ? 1.f : 0.f;
   }
-  __device__ __forceinline__ void end(const float (&state)[16][4], float *to) const {
+  __device__ __forceinline__ void end(const float (&state)[16][4]) const {
     if (WGMMA && lane == 0) ptx::stores_read();    // shared memory ends with the block
-    if (to != nullptr)
-      chunk::store_state(state, const_cast<float *>(state_at(to)), s.tile * kTileRows + 16 * warp, p.common.head_v, p.common.head_k, lane);
+    if (walk.to != nullptr)
+      chunk::store_state(state, walk.to + state_place(), s.tile * kTileRows + 16 * warp, rows(), p.common.head_k, lane);
   }
 };
 

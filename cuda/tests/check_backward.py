@@ -76,6 +76,10 @@ def rules():
     yield from every(io=["f32", "bf16"], lens=[[64] * 3, [150]], packed=[True, False], recompute=[False, True])
     yield from every(io=["f32", "bf16"], lens=[[700], [300, 1000, 64]], recompute=[False, True], hk=1, hv=2, ways=[REPEATS])
     yield from every(io=["f32", "bf16"], lens=[[300]], recompute=True, hk=1, hv=1, k=200, v=40)
+    # Pieces side by side: long sequences of few heads.
+    yield from every(rows("hk hv k v io", (1, 2, 128, 128, "bf16"), (1, 1, 96, 192, "bf16"), (1, 1, 64, 40, "f16")), lens=[[2600]], ways=[REPEATS])
+    yield from every(lens=[[2400, 1100, 70]], hk=1, hv=2, decay=["none", "mixed"])
+    yield dict(lens=[2600], hk=1, hv=1, state=False, d_state=False)
     # Value rows in two parts.
     wide = dict(k=96, v=192)
     yield from every(io=IO, decay=["none", "strong", "mixed"], lens=[[130, 64, 5]], hk=2, hv=2, beta_scale=[1.0, 2.0], **wide)

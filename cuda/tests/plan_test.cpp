@@ -1,8 +1,9 @@
-// The choosers of ../plan.h and ../chunk/segments.h as tables: plain C++, without a GPU (test_plan.py compiles and runs it).
+// The choosers of ../plan.h, ../backward/cut.h and ../chunk/segments.h as tables: plain C++, without a GPU (test_plan.py compiles and runs it).
 #include "../plan.h"
 
 #include <stdio.h>
 
+#include "../backward/cut.h"
 #include "../chunk/segments.h"
 
 using namespace gdn;
@@ -275,9 +276,29 @@ void segments() {
 
 }  // namespace
 
+// Pieces of sequences for the backward pass, by blocks of a walk and of a transfer, chunks and multiprocessors.
+void cuts() {
+  const struct {
+    int blocks, transfer_blocks, chunks, sms, pieces, ends;
+  } rows[] = {
+      {64, 64, 512, 132, 1, 1},    // 32 heads of 128: both walks have a block for every multiprocessor
+      {66, 64, 9, 132, 1, 1}, {67, 67, 4096, 132, 1, 1},
+      {32, 32, 32, 132, 1, 1}, {32, 32, 128, 132, 3, 2}, {32, 32, 512, 132, 3, 2},    // 16 heads
+      {16, 16, 32, 132, 1, 1}, {16, 16, 128, 132, 4, 1}, {16, 16, 512, 108, 5, 2},    // 8 heads
+      {4, 4, 32, 132, 8, 1}, {4, 4, 16, 132, 1, 1}, {0, 0, 0, 132, 1, 1},
+      {30, 20, 512, 132, 3, 2},                                                       // 10 heads of 96 and 192
+  };
+  for (const auto &r : rows) {
+    const backward::Cut cut = backward::cut_of(r.blocks, r.transfer_blocks, r.chunks, r.sms);
+    expect("cut_of: pieces", &r - rows, cut.pieces, r.pieces);
+    expect("cut_of: ends", &r - rows, cut.ends, r.ends);
+  }
+}
+
 int main() {
   rules();
   backward_rules();
+  cuts();
   steps();
   rings();
   segments();
