@@ -25,12 +25,12 @@ inline int64_t rounds_of(int64_t of_ends, int64_t of_middle, int32_t ends, int64
 // counted in chunks of a block that has a multiprocessor to itself.
 inline Cut cut_of(int64_t blocks, int64_t transfer_blocks, int64_t longest, int64_t sms) {
   constexpr int64_t kCombineChunks = 16;    // measured: two launches more, one of which combines pieces
-  constexpr int32_t kMostPieces = 8;
+  constexpr int32_t kMostPieces = 8, kMostEnds = 4;
   Cut best = {1, 1};
   if (2 * blocks > sms) return best;
   int64_t least = longest;
   for (int32_t pieces = 3; pieces <= kMostPieces; ++pieces)
-    for (int32_t ends = 1; ends <= 2; ++ends) {
+    for (int32_t ends = 1; ends <= kMostEnds; ++ends) {
       const int64_t middle = pieces - 2, first = rounds_of(2 * blocks, middle * (2 * blocks + transfer_blocks), ends, sms);
       const int64_t second = rounds_of(2 * blocks, middle * 2 * blocks, ends, sms);
       const int64_t chunks = (first + second) * ceil_div(longest, middle + 2 * ends) + kCombineChunks;
