@@ -89,7 +89,7 @@ def rules():
 
 
 RULE_QUICK = [dict(lens=[0, 5, 70, 1], hk=1, hv=2), dict(lens=[65] * 2, io="f32", hk=1, hv=1), dict(lens=[40], k=200, v=136, hk=1, hv=2, odd=True),
-              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True)]
+              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True), dict(lens=[1600], hk=1, hv=1, k=40, v=24)]
 
 
 def check_rule(lib, args):
