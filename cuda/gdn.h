@@ -179,8 +179,8 @@ typedef struct gdn_norm_params {
 int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
 
 // The backward pass. Gradients are of a loss L: d_x has the shape of x and holds dL/dx. Sums over tokens go through a fixed tree, so that
-// equal inputs give equal bits. Slots are not supported: sequence n has state n. The workspaces are aligned to 256 bytes, their
-// contents mean nothing before and after, and their sizes follow from sizes alone.
+// equal inputs give equal bits on equal devices. Slots are not supported: sequence n has state n. The workspaces are aligned to 256
+// bytes, their contents mean nothing before and after, and their sizes follow from the sizes of the call and from the device.
 
 // The gates of the rule by themselves: g = -exp(a_log) softplus(a + dt_bias) and beta = beta_scale sigmoid(b).
 typedef struct gdn_ready_gates_params {
@@ -217,7 +217,9 @@ typedef struct gdn_rule_backward_params {
   float *d_state_in;       // written, as d_state_out; null: not written
   void *workspace;
   int64_t workspace_bytes;
-  int32_t recompute;       // states of fewer chunks at a time: less workspace, more time
+  int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts every sequence into n segments,
+                           // which run side by side. A choice depends on all sequences of the call and on the device, and so do bits
+  int32_t recompute;       // states of fewer chunks at a time: less workspace, more time; without segments
   int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass
 } gdn_rule_backward_params;
 int gdn_rule_backward(const gdn_rule_backward_params *params, cudaStream_t stream);

@@ -209,6 +209,7 @@ c_header! {
             pub d_state_in: *mut f32,
             pub workspace: *mut c_void,
             pub workspace_bytes: i64,
+            pub segments: i32,
             pub recompute: i32,
             pub algo: i32,
         }

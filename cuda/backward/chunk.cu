@@ -9,17 +9,17 @@
 namespace gdn {
 namespace backward {
 
-// With recompute a sequence is cut into so many segments, whose records, states and updates the workspace holds one at a time.
-constexpr int32_t kSegments = 8;
+// With recompute a sequence is cut into so many sections, whose records, states and updates the workspace holds one at a time.
+constexpr int32_t kSections = 8;
 
 int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   const gdn_sequences &seqs = p.common.seqs;
   const int64_t longest = ceil_div(max_tokens(seqs), kChunk), v_tiles = ceil_div(p.common.head_v, kTileRows);
-  s->segments = p.recompute && longest > 1 ? static_cast<int32_t>(longest < kSegments ? longest : kSegments) : 1;
+  s->sections = p.recompute && longest > 1 ? static_cast<int32_t>(longest < kSections ? longest : kSections) : 1;
   if (seqs.cu_seqlens) {
-    s->places = (seqs.total_tokens / kChunk + seqs.num_seqs) / s->segments + (s->segments > 1 ? seqs.num_seqs : 0) + 1;
+    s->places = (seqs.total_tokens / kChunk + seqs.num_seqs) / s->sections + (s->sections > 1 ? seqs.num_seqs : 0) + 1;
   } else {
-    s->places = seqs.num_seqs * ceil_div(longest, s->segments);
+    s->places = seqs.num_seqs * ceil_div(longest, s->sections);
   }
   if (longest == 0) s->places = 0;
   const auto rounded = [](int64_t bytes) { return ceil_div(bytes, 1024) * 1024; };
@@ -29,8 +29,8 @@ int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   s->update_bytes = updates_in_place(p) ? 0 : heads * v_tiles * kTileBytes;
   const int64_t row_bytes = static_cast<int64_t>(seqs.num_seqs) * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
   s->carry_bytes = row_bytes * p.common.head_v, s->transfer_bytes = row_bytes * p.common.head_k;
-  s->cut = {1, 1};
-  if (s->segments > 1) return GDN_OK;
+  s->cut = {s->sections > 1 || p.segments == 0 ? 1 : p.segments, 1};
+  if (s->sections > 1 || p.segments > 0) return GDN_OK;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const Walk whole = {nullptr, nullptr, kReverse, 0, 0, 1}, transfer = {nullptr, nullptr, kTransfer, 0, 0, 1};
@@ -38,14 +38,14 @@ int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   return GDN_OK;
 }
 
-int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t pieces, cudaStream_t stream) {
+int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t segments, cudaStream_t stream) {
   int optin = 0;
   if (const int status = shared_limit(&optin)) return status;
   static_assert(sizeof(CombineShared) <= kLeastShared, "a shape for every card");
   LaunchConfig l;
   l.grid = dim3(static_cast<unsigned>(combine_blocks(c))), l.block = dim3(kCombineThreads);
   l.shared_bytes = sizeof(CombineShared), l.stream = stream, l.overlap = true;
-  return launch_allowed<combine_kernel>(l, optin, c, states, gradients, transfers, static_cast<int>(pieces));
+  return launch_allowed<combine_kernel>(l, optin, c, states, gradients, transfers, static_cast<int>(segments));
 }
 
 int make_maps(const gdn_rule_backward_params &p, Maps *maps) {

@@ -1,9 +1,10 @@
-// Exact context parallelism, for few long sequences: pieces of a sequence are walked side by side.
+// Context parallelism, for few long sequences: segments of a sequence are walked side by side. Nothing is left out or approximated.
 //
-// A piece maps the state before it to the one after it, S -> S M + N, and the gradient after it to the one before it, dS -> dS M^T + R
+// A segment maps the state before it to the one after it, S -> S M + N, and the gradient after it to the one before it, dS -> dS M^T + R
 // (as ../chunk/context.cuh for the forward pass). N and R are what it makes of zeros, M what it makes of the identity when there are no
-// values. A first launch walks the first piece forward and the last one backward, as they are, and finds N, M and R of the others. This
-// kernel goes through those and puts the states at their borders where N and R were. A second launch walks the other pieces from there.
+// values. A first launch walks the first segment forward and the last one backward, as they are, and finds N, M and R of the others. This
+// kernel goes through those and puts the states and gradients at their borders where N and R were. A second launch walks the other
+// segments from there.
 #pragma once
 
 #include "../common/ptx.cuh"
@@ -24,10 +25,10 @@ __host__ __device__ inline int64_t combine_blocks(const gdn_common &c) {
   return int64_t{2} * c.seqs.num_seqs * c.num_v_heads * ((c.head_v + kCombineRows - 1) / kCombineRows);
 }
 
-// `states` [piece, sequence, head, head_v, head_k]: the state after the first piece, then N of the pieces up to the last. `gradients`:
-// R of the pieces from the second on, then the gradient before the last one. `transfers`: M of the second piece and on.
+// `states` [segment, sequence, head, head_v, head_k]: the state after the first segment, then N of the middle ones. `gradients`: R of the
+// middle segments, then the gradient before the last one. `transfers`: M of the middle segments.
 __global__ void __launch_bounds__(kCombineThreads)
-combine_kernel(const __grid_constant__ gdn_common c, float *states, float *gradients, const float *transfers, int pieces) {
+combine_kernel(const __grid_constant__ gdn_common c, float *states, float *gradients, const float *transfers, int segments) {
   extern __shared__ __align__(16) uint8_t raw_shared[];
   CombineShared &shared = *reinterpret_cast<CombineShared *>(raw_shared);
   ptx::grid_dependency_wait();
@@ -39,11 +40,11 @@ combine_kernel(const __grid_constant__ gdn_common c, float *states, float *gradi
   const auto state_at = [&](int i) { return (reverse ? gradients : states) + (static_cast<int64_t>(i) * heads + item) * size + row0 * c.head_k; };
   const int thread = threadIdx.x, column = thread % 128, first_row = thread / 128;
   // The state at the first border.
-  float *from = state_at(reverse ? pieces - 2 : 0);
+  float *from = state_at(reverse ? segments - 2 : 0);
   for (int i = first_row; i < rows; i += 2)
     if (column < c.head_k) shared.state[i][column] = from[i * c.head_k + column];
-  for (int step = 0; step < pieces - 2; ++step) {
-    const int transfer = reverse ? pieces - 3 - step : step;
+  for (int step = 0; step < segments - 2; ++step) {
+    const int transfer = reverse ? segments - 3 - step : step;
     const float *matrix = transfers + (static_cast<int64_t>(transfer) * heads + item) * matrix_size;
 #pragma unroll 16
     for (int i = 4 * thread; i < matrix_size; i += 4 * kCombineThreads) {

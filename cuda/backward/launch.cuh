@@ -55,13 +55,14 @@ template <typename T> struct Launcher {
     if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
     return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks);
   }
-  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors.
+  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors, and for
+  // segments, as cut_of() counts on it.
   int walk(const Buffers &b, const Walks &walks) const {
     if (walk_blocks(walks, 1) == 0) return GDN_OK;
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     if (wgmma) {
-      if (walks.cut.pieces > 1 || walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks);
+      if (walks.cut.segments > 1 || walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks);
       return v_tiles() > 1 ? walk_as<true, 2, 2, 2>(b, walks) : walk_as<true, 2, 1>(b, walks);
     }
     return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks) : walk_as<false, 1, 1>(b, walks);
@@ -97,39 +98,39 @@ template <typename T> struct Launcher {
     b.records = reinterpret_cast<Record *>(next(s.record_bytes));
     b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
     b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
-    return s.cut.pieces > 1 ? in_pieces(b, at) : in_segments(b, at);
+    return s.cut.segments > 1 ? in_segments(b, at) : in_sections(b, at);
   }
 
-  // Segment by segment: the states before all, then all else from the last to the first.
-  int in_segments(const Buffers &b, uint8_t *at) const {
-    float *d_between = s.segments > 1 ? reinterpret_cast<float *>(at + (s.segments - 1) * s.carry_bytes) : nullptr;
+  // Section by section: the states before all, then all else from the last to the first.
+  int in_sections(const Buffers &b, uint8_t *at) const {
+    float *d_between = s.sections > 1 ? reinterpret_cast<float *>(at + (s.sections - 1) * s.carry_bytes) : nullptr;
     const auto before = [&](int i) {
       return i == 0 ? const_cast<float *>(static_cast<const float *>(p.common.state_in))
                     : reinterpret_cast<float *>(at + (i - 1) * s.carry_bytes);
     };
-    for (int i = 0; i + 1 < s.segments; ++i) {
-      const Span span = {i, s.segments};
+    for (int i = 0; i + 1 < s.sections; ++i) {
+      const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
       if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false, 0, 1}}, span, {1, 1}})) return status;
     }
-    for (int i = s.segments - 1; i >= 0; --i) {
-      const Span span = {i, s.segments};
+    for (int i = s.sections - 1; i >= 0; --i) {
+      const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
       // The longer walk first.
-      const Walk reverse = {i == s.segments - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true, 0, 1};
+      const Walk reverse = {i == s.sections - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true, 0, 1};
       if (const int status = walk(b, {{reverse, {before(i), nullptr, kForward, true, 0, s.places > 0}}, span, {1, 1}})) return status;
       if (const int status = gradients(span, b)) return status;
     }
     return GDN_OK;
   }
 
-  // Pieces of long sequences side by side (combine.cuh).
-  int in_pieces(const Buffers &b, uint8_t *at) const {
-    const int32_t last = s.cut.pieces - 1;
+  // Segments of long sequences side by side (combine.cuh).
+  int in_segments(const Buffers &b, uint8_t *at) const {
+    const int32_t last = s.cut.segments - 1;
     const Span whole = {0, 1};
     const auto place = [&](int i) { return reinterpret_cast<float *>(at + i * s.carry_bytes); };
-    float *states = place(0), *gradients_of_states = place(last);    // after piece i; of the state before piece i + 1
-    float *transfers = place(2 * last);                              // of piece i + 1
+    float *states = place(0), *gradients_of_states = place(last);    // after segment i; of the state before segment i + 1
+    float *transfers = place(2 * last);                              // of segment i + 1
     if (const int status = prepare(whole, b)) return status;
     const float *state_in = static_cast<const float *>(p.common.state_in);
     const Walks first = {{{p.d_state_out, gradients_of_states + (last - 1) * state_floats(), kReverse, true, last, 1},
@@ -138,7 +139,7 @@ template <typename T> struct Launcher {
                           {nullptr, states + state_floats(), kForward, false, 1, last - 1},
                           {nullptr, transfers, kTransfer, false, 1, last - 1}}, whole, s.cut};
     if (const int status = walk(b, first)) return status;
-    if (const int status = launch_combine(p.common, states, gradients_of_states, transfers, s.cut.pieces, stream)) return status;
+    if (const int status = launch_combine(p.common, states, gradients_of_states, transfers, s.cut.segments, stream)) return status;
     const Walks second = {{{gradients_of_states, p.d_state_in, kReverse, true, 0, 1},
                            {states + (last - 1) * state_floats(), nullptr, kForward, true, last, 1},
                            {gradients_of_states + state_floats(), nullptr, kReverse, true, 1, last - 1},

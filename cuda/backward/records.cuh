@@ -1,6 +1,6 @@
 // The layouts of the backward pass in chunks: records, images of states and updates, and where they lie in the workspace.
 //
-// Sequences are cut into `segments` parts of equal length, of which the workspace holds one or all. A place is the position of a
+// Sequences are cut into `sections` parts of equal length, of which the workspace holds one or all. A place is the position of a
 // chunk in it; places of a sequence follow each other.
 #pragma once
 
@@ -70,23 +70,23 @@ __device__ __forceinline__ const gdn_heads &updates_of(const gdn_rule_backward_p
 
 __device__ __forceinline__ int chunks_of(const Tokens &seq) { return (seq.count + kChunk - 1) / kChunk; }
 // In 32 bits, in which a division takes a fifth of the time: a sequence has fewer than 2^26 chunks, and a launch no more than 2^31 places.
-__device__ __forceinline__ int border_of(const Span &s, int chunks, int segment) {
-  return s.segments == 1 ? segment * chunks : static_cast<int>(static_cast<uint32_t>(chunks * segment) / static_cast<uint32_t>(s.segments));
+__device__ __forceinline__ int border_of(const Span &s, int chunks, int section) {
+  return s.sections == 1 ? section * chunks : static_cast<int>(static_cast<uint32_t>(chunks * section) / static_cast<uint32_t>(s.sections));
 }
-__device__ __forceinline__ int begin_of(const Span &s, int chunks) { return border_of(s, chunks, s.segment); }
-__device__ __forceinline__ int end_of(const Span &s, int chunks) { return border_of(s, chunks, s.segment + 1); }
-__device__ __forceinline__ int longest_segment(const Span &s, int chunks) {
-  return s.segments == 1 ? chunks : static_cast<int>(static_cast<uint32_t>(chunks + s.segments - 1) / static_cast<uint32_t>(s.segments));
+__device__ __forceinline__ int begin_of(const Span &s, int chunks) { return border_of(s, chunks, s.section); }
+__device__ __forceinline__ int end_of(const Span &s, int chunks) { return border_of(s, chunks, s.section + 1); }
+__device__ __forceinline__ int longest_section(const Span &s, int chunks) {
+  return s.sections == 1 ? chunks : static_cast<int>(static_cast<uint32_t>(chunks + s.sections - 1) / static_cast<uint32_t>(s.sections));
 }
 
 // The first place of sequence n. Where sequences are packed each may leave a place or two unused, so that no sum over the
 // sequences before is needed (plan.h has the total).
 __device__ __forceinline__ int64_t first_place(const gdn_sequences &q, const Span &s, int n) {
   if (q.cu_seqlens == nullptr) {
-    return static_cast<int64_t>(n) * longest_segment(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
+    return static_cast<int64_t>(n) * longest_section(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
   }
   const int64_t first = chunk::first_chunk(q, n);
-  return s.segments == 1 ? first : static_cast<uint32_t>(first) / static_cast<uint32_t>(s.segments) + n;
+  return s.sections == 1 ? first : static_cast<uint32_t>(first) / static_cast<uint32_t>(s.sections) + n;
 }
 
 // The chunk at a place, by all lanes of a warp.
@@ -98,7 +98,7 @@ struct Chunk {
 __device__ __forceinline__ Chunk chunk_at(const gdn_sequences &q, const Span &s, int64_t place) {
   Chunk y;
   if (q.cu_seqlens == nullptr) {
-    const int each = longest_segment(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
+    const int each = longest_section(s, (q.tokens_per_seq + kChunk - 1) / kChunk);
     y.n = static_cast<int>(static_cast<uint32_t>(place) / static_cast<uint32_t>(each));
   } else {
     const int lane = threadIdx.x % 32;

@@ -26,12 +26,12 @@ int64_t lay_out(const gdn_common &c, Plan *plan, void *workspace) {
   carve.part(&plan->factors, plan->tokens * c.num_k_heads);
   for (float **x : {&plan->states, &plan->d_states}) carve.part(x, plan->chunks * head);
   for (float **x : {&plan->values, &plan->d_values}) carve.part(x, plan->rows * c.num_v_heads * c.head_v);
-  carve.part(&plan->borders, (plan->segments - 1) * c.seqs.num_seqs * head);
-  carve.part(&plan->carry, plan->segments > 1 ? c.seqs.num_seqs * head : 0);
+  carve.part(&plan->borders, (plan->sections - 1) * c.seqs.num_seqs * head);
+  carve.part(&plan->carry, plan->sections > 1 ? c.seqs.num_seqs * head : 0);
   return carve.used;
 }
 
-// Sequences in one segment, or in about as many segments as a segment has chunks.
+// Sequences in one section, or in about as many sections as a section has chunks.
 Plan cut(const gdn_common &c, bool whole) {
   Plan plan = {};
   const gdn_sequences &s = c.seqs;
@@ -39,14 +39,14 @@ Plan cut(const gdn_common &c, bool whole) {
   plan.chunk = c.head_k >= kWideKeys ? 32 : 64;
   const int64_t chunks = ceil_div(longest, plan.chunk);
   plan.tokens = s.cu_seqlens ? s.total_tokens : longest * s.num_seqs;
-  plan.segments = 1, plan.segment_tokens = static_cast<int32_t>(longest);
+  plan.sections = 1, plan.section_tokens = static_cast<int32_t>(longest);
   plan.by_rows = whole && s.cu_seqlens;
   if (!whole && chunks > 1) {
     const int64_t each = static_cast<int64_t>(ceil(sqrt(static_cast<double>(chunks))));
-    plan.segment_tokens = static_cast<int32_t>(each * plan.chunk), plan.segments = static_cast<int32_t>(ceil_div(chunks, each));
+    plan.section_tokens = static_cast<int32_t>(each * plan.chunk), plan.sections = static_cast<int32_t>(ceil_div(chunks, each));
   }
-  plan.rows = plan.by_rows ? s.total_tokens : static_cast<int64_t>(plan.segment_tokens) * s.num_seqs;
-  plan.chunks = plan.by_rows ? s.total_tokens / plan.chunk + s.num_seqs : ceil_div(plan.segment_tokens, plan.chunk) * s.num_seqs;
+  plan.rows = plan.by_rows ? s.total_tokens : static_cast<int64_t>(plan.section_tokens) * s.num_seqs;
+  plan.chunks = plan.by_rows ? s.total_tokens / plan.chunk + s.num_seqs : ceil_div(plan.section_tokens, plan.chunk) * s.num_seqs;
   if (longest == 0) plan.tokens = plan.rows = plan.chunks = 0;
   return plan;
 }
@@ -59,10 +59,10 @@ Plan make_plan(const gdn_rule_backward_params &p) {
 template <typename T> int launch_all(const gdn_rule_backward_params &p, Plan plan, cudaStream_t stream) {
   if (plan.tokens > 0)
     if (const int status = launch_factors<T>(p, plan, stream)) return status;
-  if (plan.segments > 1)
+  if (plan.sections > 1)
     if (const int status = launch_borders<T>(p, plan, stream)) return status;
-  for (plan.segment = plan.segments - 1; plan.segment >= 0; --plan.segment)
-    if (const int status = launch_segment<T>(p, plan, stream)) return status;
+  for (plan.section = plan.sections - 1; plan.section >= 0; --plan.section)
+    if (const int status = launch_section<T>(p, plan, stream)) return status;
   return GDN_OK;
 }
 

@@ -6,7 +6,7 @@ namespace backward {
 
 template int launch_factors<Any16>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
 template int launch_borders<Any16>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
-template int launch_segment<Any16>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
+template int launch_section<Any16>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
 
 }  // namespace backward
 }  // namespace gdn

@@ -89,7 +89,7 @@ template <typename T, int C, int KK> struct ChunkBlock {
         (c.seqs.cu_seqlens[middle] / C + middle <= chunk ? n : high) = middle;
       }
     } else {
-      n = static_cast<int>(chunk / ((plan.segment_tokens + C - 1) / C));
+      n = static_cast<int>(chunk / ((plan.section_tokens + C - 1) / C));
     }
     span = span_of(c.seqs, plan, n, false);
     begin = static_cast<int>(min(span.begin + (chunk - span.chunk) * C, static_cast<int64_t>(span.end)));
@@ -315,7 +315,7 @@ template <typename T> int launch_borders(const gdn_rule_backward_params &p, cons
   return launch_walk<T, kBorders>(p, plan, stream);
 }
 
-template <typename T> int launch_segment(const gdn_rule_backward_params &p, const Plan &plan, cudaStream_t stream) {
+template <typename T> int launch_section(const gdn_rule_backward_params &p, const Plan &plan, cudaStream_t stream) {
   if (plan.tokens > 0)
     if (const int status = launch_walk<T, kForward>(p, plan, stream)) return status;
   if (const int status = launch_walk<T, kBackward>(p, plan, stream)) return status;

@@ -6,7 +6,7 @@ namespace backward {
 
 template int launch_factors<float>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
 template int launch_borders<float>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
-template int launch_segment<float>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
+template int launch_section<float>(const gdn_rule_backward_params &, const Plan &, cudaStream_t);
 
 }  // namespace backward
 }  // namespace gdn

@@ -41,11 +41,11 @@ struct Span {
 __device__ __forceinline__ Span span_of(const gdn_sequences &s, const Plan &plan, int n, bool whole) {
   Span x;
   x.seq = tokens_of(s, n);
-  const int64_t begin = whole ? 0 : static_cast<int64_t>(plan.segment) * plan.segment_tokens;
+  const int64_t begin = whole ? 0 : static_cast<int64_t>(plan.section) * plan.section_tokens;
   x.begin = static_cast<int>(min(begin, static_cast<int64_t>(x.seq.count)));
-  x.end = whole ? x.seq.count : static_cast<int>(min(begin + plan.segment_tokens, static_cast<int64_t>(x.seq.count)));
-  x.row = plan.by_rows ? x.seq.first : static_cast<int64_t>(n) * plan.segment_tokens;
-  x.chunk = plan.by_rows ? x.seq.first / plan.chunk + n : static_cast<int64_t>(n) * ((plan.segment_tokens + plan.chunk - 1) / plan.chunk);
+  x.end = whole ? x.seq.count : static_cast<int>(min(begin + plan.section_tokens, static_cast<int64_t>(x.seq.count)));
+  x.row = plan.by_rows ? x.seq.first : static_cast<int64_t>(n) * plan.section_tokens;
+  x.chunk = plan.by_rows ? x.seq.first / plan.chunk + n : static_cast<int64_t>(n) * ((plan.section_tokens + plan.chunk - 1) / plan.chunk);
   x.factor = s.cu_seqlens ? x.seq.first : static_cast<int64_t>(n) * s.tokens_per_seq;
   return x;
 }
@@ -189,9 +189,9 @@ __global__ void __launch_bounds__(kWalkThreads)
   const bool consumer = warp < kConsumers;
   const Span span = span_of(c.seqs, plan, n, WALK == kBorders);
   const int tokens = span.end - span.begin;
-  if (tokens == 0 && (!kBack || plan.segment > 0)) return;
+  if (tokens == 0 && (!kBack || plan.section > 0)) return;
 
-  // Which state the segment begins with, and where the last one goes.
+  // Which state the section begins with, and where the last one goes.
   const int64_t size = static_cast<int64_t>(c.head_v) * c.head_k, item = (static_cast<int64_t>(n) * c.num_v_heads + head) * size;
   const int64_t all = static_cast<int64_t>(c.seqs.num_seqs) * c.num_v_heads * size;
   const auto at = [&](const float *states) { return states ? states + item : nullptr; };
@@ -199,8 +199,8 @@ __global__ void __launch_bounds__(kWalkThreads)
   state.part = lane % kLanes, state.row = row0 + (warp * (32 / kLanes) + lane / kLanes) * kRows;
   if (consumer) {
     if (kBack) state.load(span.end == span.seq.count ? at(p.d_state_out) : plan.carry + item, c, vec);
-    else if (WALK == kBorders || plan.segment == 0) state.load(at(static_cast<const float *>(c.state_in)), c, vec);
-    else state.load(plan.borders + (plan.segment - 1) * all + item, c, vec);
+    else if (WALK == kBorders || plan.section == 0) state.load(at(static_cast<const float *>(c.state_in)), c, vec);
+    else state.load(plan.borders + (plan.section - 1) * all + item, c, vec);
   }
 
   const int first = kBack ? span.end - 1 : span.begin;
@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kWalkThreads)
   // The state, or its gradient, at the border of a chunk.
   const auto keep = [&](int t) {
     if (WALK == kBorders) {
-      if (t > 0 && t % plan.segment_tokens == 0) state.store(plan.borders + (t / plan.segment_tokens - 1) * all + item, c, vec);
+      if (t > 0 && t % plan.section_tokens == 0) state.store(plan.borders + (t / plan.section_tokens - 1) * all + item, c, vec);
       return;
     }
     const bool border = kBack ? t % plan.chunk == plan.chunk - 1 || t == span.seq.count - 1 : t % plan.chunk == 0;
@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kWalkThreads)
     __syncthreads();
   }
   if (!kBack || !consumer) return;
-  if (plan.segment > 0) state.store(plan.carry + item, c, vec);
+  if (plan.section > 0) state.store(plan.carry + item, c, vec);
   else if (p.d_state_in) state.store(p.d_state_in + item, c, vec);
 }
 

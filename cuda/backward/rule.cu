@@ -1,6 +1,7 @@
 // gdn_rule_backward: checks the parameters and launches what ../plan.h chooses.
 #include "../common/launch.cuh"
 #include "../plan.h"
+#include "cut.h"
 #include "rule.h"
 
 namespace gdn {
@@ -10,7 +11,7 @@ int check(const gdn_rule_backward_params &p) {
   if (const int status = check_common(p.common)) return status;
   if (p.common.gate_dtype != GDN_F32 || p.common.state_dtype != GDN_F32) return GDN_BAD_DTYPE;
   if (p.algo < GDN_AUTO || p.algo > GDN_CHUNKED_SM90) return GDN_BAD_ALGO;
-  if (p.common.seqs.cu_seqlens && p.common.seqs.total_tokens < 0) return GDN_BAD_LENGTH;
+  if (p.segments < 0 || p.segments > backward::kMostSegments || (p.common.seqs.cu_seqlens && p.common.seqs.total_tokens < 0)) return GDN_BAD_LENGTH;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.d_o, &p.d_q, &p.d_k, &p.d_v, &p.d_log_decay, &p.d_beta})
     if (!valid_strides(*x)) return GDN_BAD_STRIDE;
   return GDN_OK;

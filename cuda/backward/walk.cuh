@@ -1,7 +1,7 @@
 // The two serial parts of the backward pass: states along the chunks, and gradients of states against them.
 //
-// A block owns 64 or 128 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of its segment. Both
-// walks are in one launch, since neither needs the other.
+// A block owns 64 or 128 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of a section or a
+// segment. The walks of a launch do not need each other.
 #pragma once
 
 #include "walker.cuh"
@@ -189,7 +189,7 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   const int thread = threadIdx.x % 128;
   const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
                                                       walk.store != 0, group, thread, thread / 32, thread % 32, v_tiles};
-  if (walk.direction == kTransfer && threadIdx.x < 128 * TILES)    // it has no values
+  if (walk.direction == kTransfer && threadIdx.x < 128 * TILES)    // a transfer has no values
     for (auto &stage : w.shared.stage) clear_rows<1, 128>(stage.values[group], 0, thread);
   if constexpr (WGMMA) {
     // The first thread behind the warpgroups that compute has the first one's stretch.

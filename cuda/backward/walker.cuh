@@ -1,4 +1,4 @@
-// The pieces of a walk: its shared memory, its stretch, copies of chunks, images of states.
+// The parts of a walk: its shared memory, its stretch, copies of chunks, images of states.
 #pragma once
 
 #include "maps.h"
@@ -33,7 +33,7 @@ template <int STAGES, int QUERIES, int TILES> struct WalkShared {
 // The stretch of a warpgroup.
 struct Stretch {
   Tokens seq;
-  int n, head, tile, piece;
+  int n, head, tile, segment;    // the latter counted from the first one of the walk
   int key_head, head_of_key;    // the latter counts the value heads of the key head
   int begin, end;    // chunks
   int64_t place;     // of `begin`
@@ -48,21 +48,25 @@ __device__ __forceinline__ Block block_of(const gdn_common &c, const Walks &walk
   unsigned block = blockIdx.x;
   Block y = {};
 #pragma unroll 1
-  for (; block >= blocks_of(c, walks.walk[y.which], tiles); ++y.which) block -= blocks_of(c, walks.walk[y.which], tiles);
+  for (;; ++y.which) {
+    const unsigned blocks = static_cast<unsigned>(blocks_of(c, walks.walk[y.which], tiles));
+    if (block < blocks) break;
+    block -= blocks;
+  }
   const Walk &walk = walks.walk[y.which];
   Stretch &s = y.s;
   const unsigned each_head = blocks_each_head(c, walk, tiles);
   s.tile = static_cast<int>(block % each_head) * tiles, block /= each_head;
   s.head = static_cast<int>(block % c.num_v_heads), block /= c.num_v_heads;
-  s.n = static_cast<int>(block % c.seqs.num_seqs), s.piece = static_cast<int>(block / c.seqs.num_seqs);
+  s.n = static_cast<int>(block % c.seqs.num_seqs), s.segment = static_cast<int>(block / c.seqs.num_seqs);
   const int each = c.num_v_heads / c.num_k_heads;
   s.key_head = s.head / each, s.head_of_key = s.head - s.key_head * each;
   s.seq = tokens_of(c.seqs, s.n);
-  const int chunks = chunks_of(s.seq), piece = walk.first + s.piece;
+  const int chunks = chunks_of(s.seq), segment = walk.first + s.segment;
   s.begin = begin_of(walks.span, chunks), s.end = end_of(walks.span, chunks);
   s.place = first_place(c.seqs, walks.span, s.n);
-  if (walks.cut.pieces > 1) {
-    s.begin = border_of(walks.cut, chunks, piece), s.end = border_of(walks.cut, chunks, piece + 1);
+  if (walks.cut.segments > 1) {
+    s.begin = border_of(walks.cut, chunks, segment), s.end = border_of(walks.cut, chunks, segment + 1);
     s.place += s.begin;
   }
   return y;
@@ -76,7 +80,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
   const Buffers &buffers;
   const Maps &maps;
   Shared &shared;
-  const Walk &walk;     // direction and store of which are in registers: a load from here takes longer than a product
+  const Walk &walk;     // copies of its direction and store follow: a load from here takes longer than a product
   const Stretch s;
   int direction;
   bool store;
@@ -231,7 +235,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
 
   __device__ __forceinline__ int rows() const { return direction == kTransfer ? p.common.head_k : p.common.head_v; }
   __device__ __forceinline__ int64_t state_place() const {
-    const int64_t item = (static_cast<int64_t>(s.piece) * p.common.seqs.num_seqs + s.n) * p.common.num_v_heads + s.head;
+    const int64_t item = (static_cast<int64_t>(s.segment) * p.common.seqs.num_seqs + s.n) * p.common.num_v_heads + s.head;
     return item * rows() * p.common.head_k;
   }
   __device__ __forceinline__ void begin(float (&state)[16][4]) const {

@@ -164,10 +164,10 @@ class Rule:
     """`decay`: g is drawn between 0 and minus the first number, minus the second one; "mixed": a seventh of the tokens forget all."""
 
     def __init__(self, lens, hk=2, hv=4, k=128, v=128, io="bf16", decay="usual", keys="random", beta_scale=1.0, l2norm=True, packed=None, odd=False,
-                 state=True, d_state=True, recompute=False, seed=0):
+                 state=True, d_state=True, segments=0, recompute=False, seed=0):
         randn, rand, self.spots = normal(seed), uniform(seed + 1), Spots(lens, packed, between=1)
         self.lens, self.hk, self.hv, self.k, self.v, self.io, self.l2norm = lens, hk, hv, k, v, io, l2norm
-        self.odd, self.recompute, total, n = odd, recompute, sum(lens), len(lens)
+        self.odd, self.segments, self.recompute, total, n = odd, segments, recompute, sum(lens), len(lens)
         q, key, value = randn(total, hk, k), randn(total, hk, k), randn(total, hv, v)
         if keys == "repeated" and total:
             key[:] = key[0]
@@ -225,7 +225,8 @@ class Rule:
         spots = self.spots
         p = fill(RuleBackwardParams, **self.common(), **self.columns(self.x), **{f"d_{name}": x for name, x in self.columns(self.dx).items()},
                  d_o=spots.heads(self.do, 0, self.v), d_state_out=self.d_state, d_log_decay=spots.heads(self.d_gates, 0, 1),
-                 d_beta=spots.heads(self.d_gates, self.hv, 1), d_state_in=self.ds, recompute=int(self.recompute), algo=algo)
+                 d_beta=spots.heads(self.d_gates, self.hv, 1), d_state_in=self.ds, segments=self.segments,
+                 recompute=int(self.recompute), algo=algo)
         workspace(lib.gdn_rule_backward_workspace, p)
         return p
 

@@ -6,6 +6,7 @@
 An error is ||x - ref|| / ||ref||.
 """
 import ctypes as C
+import itertools
 import json
 import os
 
@@ -76,10 +77,12 @@ def rules():
     yield from every(io=["f32", "bf16"], lens=[[64] * 3, [150]], packed=[True, False], recompute=[False, True])
     yield from every(io=["f32", "bf16"], lens=[[700], [300, 1000, 64]], recompute=[False, True], hk=1, hv=2, ways=[REPEATS])
     yield from every(io=["f32", "bf16"], lens=[[300]], recompute=True, hk=1, hv=1, k=200, v=40)
-    # Pieces side by side: long sequences of few heads.
-    yield from every(rows("hk hv k v io", (1, 2, 128, 128, "bf16"), (1, 1, 96, 192, "bf16"), (1, 1, 64, 40, "f16")), lens=[[2600]], ways=[REPEATS])
-    yield from every(lens=[[2400, 1100, 70]], hk=1, hv=2, decay=["none", "mixed"])
-    yield dict(lens=[2600], hk=1, hv=1, state=False, d_state=False)
+    # Segments side by side: those that are asked for, and those that are chosen for long sequences of few heads.
+    yield from every(lens=[MIXED, [700], [300] * 2], segments=[2, 3, 7], hk=1, hv=2, ways=[REPEATS])
+    yield from every(rows("k v", (96, 192), (128, 256), (64, 40), (40, 136)), io=["bf16", "f16"], lens=[[500, 0, 130]], segments=[3], hk=1, hv=2)
+    yield from every(lens=[[400]], segments=[4], state=[True, False], d_state=[True, False], l2norm=[True, False], decay=["none", "mixed"])
+    yield from every(rows("hk hv k v", (1, 2, 128, 128), (1, 1, 96, 192)), lens=[[2600]], ways=[REPEATS])
+    yield dict(lens=[2400, 1100, 70], hk=1, hv=2)
     # Value rows in two parts.
     wide = dict(k=96, v=192)
     yield from every(io=IO, decay=["none", "strong", "mixed"], lens=[[130, 64, 5]], hk=2, hv=2, beta_scale=[1.0, 2.0], **wide)
@@ -89,7 +92,7 @@ def rules():
 
 
 RULE_QUICK = [dict(lens=[0, 5, 70, 1], hk=1, hv=2), dict(lens=[65] * 2, io="f32", hk=1, hv=1), dict(lens=[40], k=200, v=136, hk=1, hv=2, odd=True),
-              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True), dict(lens=[1600], hk=1, hv=1, k=40, v=24)]
+              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True), dict(lens=[200, 0, 70], hk=1, hv=2, segments=3)]
 
 
 def check_rule(lib, args):
@@ -118,12 +121,13 @@ def prepare(lib, case, algo=None):
 
 
 def check_packing(lib, args):
-    """Packed sequences leave the bits that each leaves alone; one of NaN changes no other."""
+    """Packed sequences leave the bits that each leaves alone, in as many segments; one of NaN changes no other."""
     lens = [65, 2, 0, 130, 1, 64]
     kinds = [("conv", lib.gdn_conv_backward, lambda lens: Conv(lens, 264, 4, packed=True), None)]
     for k, v in ((128, 128), (96, 192)):
-        for algo in algos_here(lib, dict(lens=lens, hk=1, hv=2, k=k, v=v)):
-            kinds.append((f"rule {NAMES[algo]} {k} {v}", lib.gdn_rule_backward, lambda lens, k=k, v=v: Rule(lens, hk=1, hv=2, k=k, v=v, packed=True), algo))
+        for algo, n in itertools.product(algos_here(lib, dict(lens=lens, hk=1, hv=2, k=k, v=v)), (1, 3)):
+            make = lambda lens, k=k, v=v, n=n: Rule(lens, hk=1, hv=2, k=k, v=v, packed=True, segments=n)
+            kinds.append((f"rule {NAMES[algo]} {k} {v} segments {n}", lib.gdn_rule_backward, make, algo))
     for name, run, make, algo in kinds:
         packed = prepare(lib, make(lens), algo)
         together = left(lib, packed, run)
@@ -179,6 +183,7 @@ def check_status(lib, args):
     expect("rule backward", lib.gdn_rule_backward, lambda: Rule([70, 3]).params(lib, RECURRENT),
            {"OK": [{}, dict(d_state_in=None), dict(num_seqs=0, q__ptr=None)], "BAD_DTYPE": one_by_one(gate_dtype=[1], state_dtype=[1], io_dtype=[3]),
             "BAD_HEAD_DIM": [dict(head_k=257)], "BAD_ALGO": one_by_one(algo=[-1, 2, 9]), "BAD_STRIDE": [dict(d_q__token_stride=-1)],
+            "BAD_LENGTH": one_by_one(segments=[-1, 65]),
             "BAD_WORKSPACE": one_by_one(workspace=[None, add(8)], workspace_bytes=[add(-1)]), "NULL_POINTER": one_by_one(d_v__ptr=[None], d_o__ptr=[None])})
     null_params(lib.gdn_ready_gates_backward, lib.gdn_conv_backward, lib.gdn_norm_backward, lib.gdn_rule_backward)
 

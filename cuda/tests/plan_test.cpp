@@ -276,12 +276,12 @@ void segments() {
 
 }  // namespace
 
-// Pieces of sequences for the backward pass, by blocks of a walk and of a transfer, chunks and multiprocessors.
+// Segments of sequences for the backward pass, by blocks of a walk and of a transfer, chunks and multiprocessors.
 void cuts() {
   const struct {
-    int blocks, transfer_blocks, chunks, sms, pieces, ends;
+    int blocks, transfer_blocks, chunks, sms, segments, ends;
   } rows[] = {
-      {64, 64, 512, 132, 1, 1},    // 32 heads of 128: both walks have a block for every multiprocessor
+      {64, 64, 512, 132, 1, 1},    // 32 heads of 128: 128 of 132 multiprocessors have a block
       {66, 64, 9, 132, 1, 1}, {67, 67, 4096, 132, 1, 1},
       {32, 32, 32, 132, 1, 1}, {32, 32, 128, 132, 4, 3}, {32, 32, 512, 132, 4, 3},    // 16 heads
       {16, 16, 32, 132, 1, 1}, {16, 16, 128, 132, 4, 1}, {16, 16, 512, 108, 5, 2},    // 8 heads
@@ -290,7 +290,7 @@ void cuts() {
   };
   for (const auto &r : rows) {
     const backward::Cut cut = backward::cut_of(r.blocks, r.transfer_blocks, r.chunks, r.sms);
-    expect("cut_of: pieces", &r - rows, cut.pieces, r.pieces);
+    expect("cut_of: segments", &r - rows, cut.segments, r.segments);
     expect("cut_of: ends", &r - rows, cut.ends, r.ends);
   }
 }

@@ -106,6 +106,7 @@ pub(super) fn backward(
                 d_state_in: d_state.as_ref().map_or(null_mut(), |d_state| d_state.at(0, 4)),
                 workspace: null_mut(),
                 workspace_bytes: 0,
+                segments: int(OP, "segments", op.options.segments)?,
                 recompute: op.options.recompute.into(),
                 algo: algo_code(op.options.algo),
             };

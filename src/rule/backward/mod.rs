@@ -150,10 +150,12 @@ custom_op!(differentiable CustomOp3 for RuleDiff, OP, qkv qkv_layout, gates gate
 /// | result final state | as `state` | as `state` | f32 |
 ///
 /// `sizes` has the heads: HK divides HV, K and V are 1 to 256. Lengths may be zero. Nothing crosses the border of a sequence: a
-/// packed sequence has the bits of the same sequence alone, and so do its gradients. `options.beta_scale` is not read (beta has it).
+/// packed sequence has the bits of the same sequence alone, and so do its gradients, where neither is cut into segments
+/// ([`RuleOptions::segments`]; 1 makes sure of it). `options.beta_scale` is not read (beta has it).
 ///
 /// Saved for the backward pass are the three arguments and nothing else: it computes norms and states again, from the state
-/// before each chunk of tokens. The CPU keeps 16 MiB of such states a thread; on CUDA [`RuleOptions::recompute`] keeps fewer. Sums have a fixed order: equal inputs give equal bits. Formula: Yang et al.,
+/// before each chunk of tokens. The CPU keeps 16 MiB of such states a thread; on CUDA [`RuleOptions::recompute`] keeps fewer. Sums have a fixed order: equal
+/// inputs give equal bits on equal devices. Formula: Yang et al.,
 /// *Gated Delta Networks*, arXiv 2412.06464; [`reference`](mod@crate::reference) has the backward pass token by token.
 ///
 /// Both results belong to one backward pass: where the loss depends on the final state, its gradient goes to that of o.
