@@ -365,6 +365,9 @@ fn bad_arguments_are_named() {
         refused(run(&qkv, &half, &state, None, usual), &["gates: expected dtype F32, got BF16"]);
         let of = |algo| RuleOptions::with(|options| options.algo = algo);
         refused(run(&qkv, &gates, &state, None, of(Algo::Decode)), &["algo: expected Auto, Recurrent"]);
+        let mut segments = usual;
+        segments.segments = 65;
+        refused(run(&qkv, &gates, &state, None, segments), &["segments: expected at most 64 in training, got 65"]);
         refused(
             run(&qkv, &gates, &state, None, of(Algo::ChunkedSm80)),
             &["algo: ChunkedSm80 supports q, k and v in bf16"],

@@ -16,9 +16,9 @@
 //! A workspace's tensor is locked last of all and stays locked over the launch.
 //!
 //! An op refuses arguments that share a storage with what it writes before it locks anything of 3: the thread would wait for
-//! itself. A storage that 2 and 4 share, as views of one projection do, is locked twice for reading, and a writer that comes
-//! between the two would wait for the first lock and the second for it. So nobody may write the arguments of a running op:
-//! inside this crate states are behind `&mut`, and projections belong to one call.
+//! itself. A storage that 2 and 4 share, as views of one projection do, is locked twice for reading. A thread that comes to write
+//! it in between waits for the first lock, the second lock waits for that thread, and both wait for ever. So nobody may write
+//! the arguments of a running op: inside this crate states are behind `&mut`, and projections belong to one call.
 
 use super::Working;
 use crate::check::storage_dtype;

@@ -154,15 +154,14 @@ custom_op!(differentiable CustomOp3 for RuleDiff, OP, qkv qkv_layout, gates gate
 /// ([`RuleOptions::segments`]; 1 makes sure of it). `options.beta_scale` is not read (beta has it).
 ///
 /// Saved for the backward pass are the three arguments and nothing else: it computes norms and states again, from the state
-/// before each chunk of tokens. The CPU keeps 16 MiB of such states a thread; on CUDA [`RuleOptions::recompute`] keeps fewer. Sums have a fixed order: equal
-/// inputs give equal bits on equal devices. Formula: Yang et al.,
-/// *Gated Delta Networks*, arXiv 2412.06464; [`reference`](mod@crate::reference) has the backward pass token by token.
+/// before each chunk of tokens. The CPU keeps 16 MiB of such states a thread; on CUDA [`RuleOptions::recompute`]
+/// keeps fewer. Sums have a fixed order: equal inputs give equal bits on equal devices. Formula: Yang et al., *Gated Delta Networks*, arXiv 2412.06464; [`reference`](mod@crate::reference) has the backward pass token by token.
 ///
 /// Both results belong to one backward pass: where the loss depends on the final state, its gradient goes to that of o.
 ///
 /// # Errors
-/// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, or a kernel was chosen
-/// that has no backward pass; the message names the argument, what was expected and what came.
+/// When a rank, shape, dtype or device does not fit, `cu_seqlens` does not end at the number of tokens, a kernel was chosen
+/// that has no backward pass, or more than 64 segments were asked for; the message names the argument, what was expected and what came.
 pub fn gdn_rule_diff(
     qkv: &Tensor,
     gates: &Tensor,
@@ -175,6 +174,10 @@ pub fn gdn_rule_diff(
     options.check(OP)?;
     if matches!(options.algo, Algo::Recurrent128 | Algo::Decode) {
         bail!("{OP}: algo: expected Auto, Recurrent, ChunkedSm80 or ChunkedSm90 in training, got {:?}", options.algo);
+    }
+    // What the kernels take (cuda/backward/cut.h); refused here and not first in the backward pass.
+    if options.segments > 64 {
+        bail!("{OP}: segments: expected at most 64 in training, got {}", options.segments);
     }
     let boundaries = cu_seqlens.map(CuSeqlens::tensor);
     for (arg, tensor) in [("gates", Some(gates)), ("state", state), ("cu_seqlens", boundaries)] {
