@@ -2,6 +2,7 @@
 //! expected and what came.
 
 use crate::cpu;
+use crate::device::Working;
 use crate::CuSeqlens;
 use candle_core::backend::{BackendDevice, BackendStorage};
 use candle_core::{bail, CpuStorage, CudaDevice, CudaStorage, DType, Device, Layout, Result, Shape, Storage, Tensor};
@@ -285,6 +286,7 @@ pub fn zeros(op: &str, arg: &str, shape: &[usize], dtype: DType, device: &Device
     if device.is_cpu() && Vec::<u8>::new().try_reserve_exact(bytes).is_err() {
         bail!("{op}: {arg}: out of memory: shape {shape:?} in {dtype:?} needs {bytes} bytes");
     }
+    let _working = Working::new(device);
     Tensor::zeros(shape, dtype, device).map_err(|e| e.context(format!("{op}: {arg}: shape {shape:?} in {dtype:?}")))
 }
 

@@ -2,6 +2,7 @@
 
 use crate::check::Lead;
 use crate::cpu;
+use crate::device::Working;
 use crate::Slots;
 use candle_core::{bail, Device, Result, Tensor};
 use std::sync::Arc;
@@ -36,6 +37,7 @@ impl CuSeqlens {
             };
             max_len = max_len.max(len as usize);
         }
+        let _working = Working::new(device);
         let device = Tensor::new(cu_seqlens, device)?;
         Ok(Self { host: cu_seqlens.into(), device, max_len })
     }

@@ -2,6 +2,7 @@
 
 use crate::check::{check_dense, check_device};
 use crate::cpu;
+use crate::device::Working;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
 use std::sync::Arc;
 
@@ -81,6 +82,7 @@ impl Slots {
             bail!("slots: set: expected the slots that are read to be written, as this was made");
         }
         let host = Host::new("slots", read, separate.then_some(write))?;
+        let _working = Working::new(self.read.device());
         for (dst, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
             if dst.dims() != [values.len()] || dst.dtype() != DType::U32 {
                 bail!(
@@ -148,6 +150,7 @@ impl Slots {
         if self.read.dtype() == DType::U32 && self.write.dtype() == DType::U32 {
             return Ok(self.clone());
         }
+        let _working = Working::new(self.read.device());
         let convert = |map: &Tensor| if map.elem_count() == 0 { Ok(map.clone()) } else { map.to_dtype(DType::U32) };
         let read = convert(&self.read)?;
         let write = if self.in_place() { read.clone() } else { convert(&self.write)? };
@@ -187,6 +190,7 @@ impl From<&Slots> for Slots {
 
 /// CUDA has no empty allocation: an empty map is an empty view there.
 fn to_device(slots: &[u32], device: &Device) -> Result<Tensor> {
+    let _working = Working::new(device);
     match slots {
         [] => Tensor::new(&[0u32], device)?.narrow(0, 0, 0),
         _ => Tensor::new(slots, device),

@@ -6,6 +6,7 @@ use super::{GatedDeltaNet, OP};
 use crate::plan::FUSED_TOKENS;
 use crate::state::{PoolRing, RingSpans, StatePool, RING_TOKENS};
 use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn_core::device::Working;
 use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
@@ -92,6 +93,7 @@ impl Accepted {
 
 fn counts(accepted: &[usize], device: &Device) -> Result<Tensor> {
     let accepted: Vec<u32> = accepted.iter().map(|&stay| stay as u32).collect();
+    let _working = Working::new(device);
     match accepted.is_empty() {
         true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0),
         false => Tensor::new(&accepted[..], device),

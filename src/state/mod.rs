@@ -110,6 +110,7 @@ impl GdnState {
             bail!("{OP}: recurrent: expected a batch of {batch} (conv has it), got {same}");
         }
         check_device(OP, "recurrent", recurrent, conv.device())?;
+        let _working = Working::new(conv.device());
         let copy = |tensor: &Tensor| tensor.detach().force_contiguous();
         Ok(Self::owning(copy(conv)?, copy(recurrent)?))
     }

@@ -226,6 +226,7 @@ impl StatePool {
         if capacity == old {
             return Ok(());
         }
+        let _working = self.states.take()?;
         let mut grown = self.states.zeros_like(capacity)?;
         grown.put(OP, 0, &self.states, old)?;
         if let Some(PoolRing { ring, .. }) = &mut self.ring {

@@ -38,6 +38,8 @@ mod stored_state;
 mod support;
 mod tensor_cores;
 mod threads;
+#[cfg(feature = "cuda")]
+mod train_graph;
 mod train_layer;
 mod train_layouts;
 mod train_ops;

@@ -126,6 +126,40 @@ fn a_state_goes_from_thread_to_thread() {
     }
 }
 
+/// Whatever allocates waits while another thread captures a graph, which would record it.
+#[cfg(feature = "cuda")]
+#[test]
+fn allocations_wait_for_a_capture() {
+    use crate::support::{gpus, single_stream_devices};
+    use candle_gdn::{CuSeqlens, PoolOptions, RingSpans};
+    for device in &gpus(single_stream_devices()) {
+        let layer = &layer(&of_128(), DType::F32, device, 35);
+        let ring = PoolOptions::default().ring();
+        let [mut grown, pool] = [(); 2].map(|()| layer.new_pool_with(2, &ring).unwrap());
+        let state = &layer.new_state(1).unwrap();
+        let capture = candle_gdn_core::device::cuda::capture("a test", device).unwrap();
+        type Work<'a> = (&'static str, Box<dyn FnOnce() + Send + 'a>);
+        let work: Vec<Work> = vec![
+            ("boundaries", Box::new(|| drop(CuSeqlens::from_lengths(&[1, 2], device).unwrap()))),
+            ("slots", Box::new(|| drop(Slots::new(&[1], device).unwrap()))),
+            ("spans", Box::new(|| drop(RingSpans::new(3, device).unwrap()))),
+            ("a state", Box::new(|| drop(layer.new_state(2).unwrap()))),
+            ("a copy", Box::new(|| drop(GdnState::from_tensors(state.conv(), state.recurrent()).unwrap()))),
+            ("a pool", Box::new(|| drop(layer.new_pool_with(2, &ring).unwrap()))),
+            ("more slots", Box::new(|| grown.grow(5).unwrap())),
+            ("a snapshot", Box::new(|| drop(pool.snapshot(1).unwrap()))),
+        ];
+        scope(|s| {
+            let threads: Vec<_> = work.into_iter().map(|(what, work)| (what, s.spawn(work))).collect();
+            std::thread::sleep(std::time::Duration::from_millis(300));
+            let early: Vec<_> =
+                threads.iter().filter(|(_, thread)| thread.is_finished()).map(|(what, _)| *what).collect();
+            drop(capture);
+            assert!(early.is_empty(), "{early:?} did not wait");
+        });
+    }
+}
+
 #[test]
 fn a_pool_of_another_device_is_refused() {
     let Some(gpu) = devices().into_iter().find(Device::is_cuda) else { return };

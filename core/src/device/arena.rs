@@ -47,6 +47,7 @@ impl Arena {
     /// # Errors
     /// When the device is none of CUDA, or out of memory.
     pub fn new(device: &Device) -> Result<Self> {
+        let _working = super::Working::new(device);
         let Device::Cuda(device) = device else { bail!("{NAME}: expected a CUDA device, got {:?}", device.location()) };
         let placeholder = CudaStorage::wrap_cuda_slice(device.alloc_zeros::<f32>(1)?, device.clone());
         Ok(Self(Arc::new(Mutex::new(Outputs { placeholder: Some(placeholder), ..Outputs::default() }))))

@@ -4,7 +4,7 @@ use crate::abi::logprobs::{gdn_logprobs_words, LogprobsParams, LOGPROBS_WORDS};
 use crate::abi::sampling::{gdn_sampling, gdn_sampling_workspace, SamplingParams, ROW_WORDS};
 use candle_core::{bail, DType, Device, Error, Result, Tensor};
 use candle_gdn_core::device::cuda::{check, dtype_code, int, stream_of, write};
-use candle_gdn_core::in_place_cuda;
+use candle_gdn_core::{in_place_cuda, Working};
 use std::ffi::c_void;
 
 const SAMPLING: &str = "sampling";
@@ -17,6 +17,7 @@ pub(super) type Launcher = unsafe extern "C" fn(*const LogprobsParams, *mut c_vo
 pub(super) fn workspace(device: &Device) -> Result<Tensor> {
     let Device::Cuda(cuda) = device else { bail!("{SAMPLING}: expected a CUDA device, got {:?}", device.location()) };
     cuda.cuda_stream().context().bind_to_thread().map_err(Error::wrap)?;
+    let _working = Working::new(device);
     let mut bytes = 0;
     // SAFETY: one number is written.
     check(SAMPLING, unsafe { gdn_sampling_workspace(i32::MAX, &mut bytes) })?;

@@ -10,7 +10,7 @@ use crate::config::ModelConfig;
 use crate::drafting::head_state::{HeadSlots, HeadState};
 use candle_core::{bail, DeviceLocation, Result};
 use candle_gdn::{PoolOptions, RingSpans};
-use candle_gdn_core::LastThread;
+use candle_gdn_core::{LastThread, Working};
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the states of the Gated DeltaNet layers lie.
@@ -76,6 +76,7 @@ impl CausalLm {
         if max_len > positions {
             bail!("new_sequences: max_len: expected at most max_position_embeddings ({positions}), got {max_len}")
         }
+        let _working = Working::new(&self.device);
         let shape = self.cache_shape(max_len);
         // A layer whose kernel was chosen supports no ring.
         let supported = layout == StateLayout::Ring || self.gated_delta_nets().all(|gdn| gdn.supports_ring());

@@ -29,7 +29,7 @@ pub(crate) use tensors::{Ring, Window};
 
 use candle_core::{bail, CpuStorage, DType, Result, Tensor};
 use candle_gdn_core::check::{check_dense, check_device, check_dtype};
-use candle_gdn_core::device::in_place_cpu;
+use candle_gdn_core::device::{in_place_cpu, Working};
 use candle_gdn_core::{cpu_slots, CuSeqlens, Slots};
 use spans::Span;
 use tensors::OP;
@@ -71,6 +71,7 @@ impl RingSpans {
     /// When the slots do not fit, or the device refuses.
     pub fn draft(&self, slots: &Slots, cu_seqlens: &CuSeqlens) -> Result<()> {
         let device = slots.read().device();
+        let _working = Working::new(device);
         let none = match slots.is_empty() {
             true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0)?,
             false => Tensor::zeros(slots.len(), DType::U32, device)?,

@@ -5,7 +5,7 @@ use crate::causal_lm::CausalLm;
 use crate::sequences::fingerprint::hash_model;
 use candle_core::{bail, Device, Result, Tensor};
 use candle_gdn::GdnState;
-use candle_gdn_core::LastThread;
+use candle_gdn_core::{LastThread, Working};
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -58,6 +58,7 @@ impl CausalLm {
         if self.has_draft_head() {
             bail!("{OP}: snapshot_from_host: expected a model without a draft head")
         }
+        let _working = Working::new(&self.device);
         let named = |name: String| match tensors.get(&name) {
             Some(tensor) => Ok(tensor),
             None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
