@@ -54,11 +54,8 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   plan.records = records;
   plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
   Maps maps;
-  if (sm90) {
-    if (const int status = make_maps(p, &maps)) return status;
-  } else if (s.chunks > 0) {
-    if (const int status = launch_prepare<T>(p, s, records, stream)) return status;
-  }
+  if (s.chunks > 0)
+    if (const int status = sm90 ? make_maps(p, &maps) : launch_prepare<T>(p, s, records, stream)) return status;
   const auto scan = [&](Pass pass) {
     if (!sm90) return launch_sm80<T>(p, s, plan, pass, stream);
     return p.common.state_dtype == GDN_BF16 ? launch_sm90<T, __nv_bfloat16>(p, s, plan, maps, pass, stream)

@@ -214,7 +214,8 @@ class Search {
 Segments choose_segments(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide) {
   Search search(p, longest, sm90, sms, has_wide);
   if (p.segments > 1) {
-    search.consider_segments(p.segments);
+    // A segment has at least a chunk.
+    search.consider_segments(std::min(int64_t{p.segments}, std::max(longest, int64_t{2})));
     return search.best();
   }
   search.consider_one();

@@ -69,7 +69,8 @@ __global__ void __launch_bounds__(kHeads * kRows)
       const float da = rate * sigmoid(a) * dg, db = d_beta * (p.gates.beta_scale * sigmoid(b) * sigmoid(-b));
       store_any(p.d_a.ptr, at.offset(p.d_a, head), p.gates.gate_dtype, da);
       store_any(p.d_b.ptr, at.offset(p.d_b, head), p.gates.gate_dtype, db);
-      d_a_log = fmaf(dg, rate * softplus(a), d_a_log);
+      // An `a` so large that nothing is left of the state has no gradient, though its decay is infinite.
+      if (dg != 0.f) d_a_log = fmaf(dg, rate * softplus(a), d_a_log);
       d_dt_bias += da;
     });
   }

@@ -110,7 +110,8 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
   if (warp == 0) {
     if (!S::kLean) entry_rows.wait();
     float acc[kTokens][4] = {};
-    key_products<T, MAX, K>(acc, shared, [&](int j) { return entry_key(min(j, kEntries - 1)); }, lane);
+    // Rows past the last entry may lie outside a small ring. Their products count for nothing.
+    key_products<T, MAX, K>(acc, shared, [&](int j) { return entry_key(max(min(j, length - 1), 0)); }, lane);
 #pragma unroll
     for (int i = 0; i < kTokens; ++i)
 #pragma unroll

@@ -91,8 +91,8 @@ def products():
         yield "gdn_scaled", struct("gdn_scaled_params", **fields, scales=scales)
         if rows <= 8:
             yield "gdn_scaled", struct("gdn_scaled_params", **fields, swiglu=1)
-    for (inputs, outputs), rows, kind, io in itertools.product(SIZES, [1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 64, 65, 128], [0, 1, 2], CODES):
-        if inputs % 256:
+    for (inputs, outputs), rows, kind, io in itertools.product([*SIZES, (18432, 5120), (26624, 1024)], [1, 2, 3, 4, 6, 8, 9, 16, 17, 33, 64, 65, 128], [0, 1, 2], CODES):
+        if inputs % 256 or inputs > (18432 if kind == 2 else 26624):
             continue
         part = (ABI.structs["gdn_quantized_part"] * 1)(struct("gdn_quantized_part", w=FAR, type=kind, outputs=outputs))
         p = struct("gdn_quantized_params", x=FAR, parts=C.addressof(part), y=FAR, x_stride=inputs, y_stride=outputs, rows=rows, num_parts=1,

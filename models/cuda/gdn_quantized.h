@@ -42,7 +42,7 @@ typedef struct gdn_quantized_params {
   int64_t x_stride, y_stride;    // elements from row to row; x_stride of 16 bytes
   int32_t rows;            // any; the weights are read once for 8 of them, or once for 4, 2 or 1 where inputs are many
   int32_t num_parts;
-  int32_t inputs;
+  int32_t inputs;          // up to 18,432 with a part of Q6_K, 26,624 without, on every card; more where a block has more shared memory
   int32_t swiglu;          // one part, whose rows are those of a gate, then as many of up: y = silu(gate) * up, outputs / 2 wide,
                            // which is a multiple of 16
   int32_t groups, per_group;     // 0, or: the inputs of x are `groups` times `per_group` pieces, those of the parts the same pieces in the order `per_group`

@@ -51,8 +51,10 @@ impl RuleOptions {
     /// Refuses values that no kernel supports.
     pub(super) fn check(&self, op: &str) -> Result<()> {
         let Self { l2_eps, scale, beta_scale, .. } = *self;
-        if !l2_eps.is_finite() || l2_eps < 0.0 {
-            bail!("{op}: l2_eps: expected a finite value of at least 0, got {l2_eps}");
+        // The kernels take subnormal numbers for zero.
+        let normal = (l2_eps as f32).is_normal() && l2_eps > 0.0;
+        if !normal && l2_eps != 0.0 {
+            bail!("{op}: l2_eps: expected a finite value of at least 0, none that is subnormal in f32, got {l2_eps}");
         }
         if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
             bail!("{op}: scale: expected a finite value, got {scale}");

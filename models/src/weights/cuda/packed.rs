@@ -17,9 +17,6 @@ use std::ffi::c_void;
 
 const OP: &str = "quantised matrix";
 
-/// Inputs that leave room for x, and for the weights under way, in the memory of a multiprocessor.
-const MAX_INPUTS: usize = 1 << 15;
-
 /// Matrices of a launch, at most.
 pub(crate) const MAX_MATRICES: usize = GDN_QUANTIZED_PARTS;
 
@@ -36,19 +33,20 @@ pub(crate) struct Packed {
     paired: usize,
 }
 
-/// The type, and a multiple of which inputs are packed.
-fn kind_of(dtype: GgmlDType) -> Option<(i32, usize)> {
+/// The type, a multiple of which inputs are packed, and the most inputs. These leave room for a row of x and for the weights under way in
+/// the 99 KB of shared memory that every supported card has.
+fn kind_of(dtype: GgmlDType) -> Option<(i32, usize, usize)> {
     match dtype {
-        GgmlDType::Q8_0 => Some((GDN_Q8_0, 128)),
-        GgmlDType::Q4K => Some((GDN_Q4_K, 256)),
-        GgmlDType::Q6K => Some((GDN_Q6_K, 256)),
+        GgmlDType::Q8_0 => Some((GDN_Q8_0, 128, 26 << 10)),
+        GgmlDType::Q4K => Some((GDN_Q4_K, 256, 26 << 10)),
+        GgmlDType::Q6K => Some((GDN_Q6_K, 256, 18 << 10)),
         _ => None,
     }
 }
 
 /// Whether a matrix of this type and so many inputs is packed on CUDA.
 pub(crate) fn packs(dtype: GgmlDType, inputs: usize) -> bool {
-    kind_of(dtype).is_some_and(|(_, multiple)| inputs <= MAX_INPUTS && inputs.is_multiple_of(multiple))
+    kind_of(dtype).is_some_and(|(_, multiple, most)| inputs <= most && inputs.is_multiple_of(multiple))
 }
 
 impl Packed {
@@ -60,7 +58,7 @@ impl Packed {
         paired: usize,
         device: &Device,
     ) -> Result<Option<Self>> {
-        let Some((kind, _)) = kind_of(dtype) else { return Ok(None) };
+        let Some((kind, ..)) = kind_of(dtype) else { return Ok(None) };
         if !device.is_cuda() || outputs == 0 || !packs(dtype, inputs) || !paired.is_multiple_of(8) {
             return Ok(None);
         }
