@@ -1,4 +1,4 @@
-//! Families beside Qwen3-Next: OLMo-Hybrid, and Qwen3.8, which is Qwen3.5 with another gate. Lara-4-Mini is refused.
+//! Families beside Qwen3-Next: OLMo-Hybrid, and Qwen3.5 with another output gate. Lara-4-Mini is refused.
 
 use crate::support::{files, loss, options};
 use anyhow::Result;
@@ -31,7 +31,7 @@ fn cases() -> Result<Vec<(&'static str, &'static Goldens, ModelConfig)>> {
     if QWEN3_5.is_here() {
         let mut config = QWEN3_5.config()?;
         config.gdn.output_gate = GateActivation::Sigmoid;
-        cases.push(("Qwen3.8", &QWEN3_5, config));
+        cases.push(("a sigmoid gate", &QWEN3_5, config));
     }
     Ok(cases)
 }

@@ -201,12 +201,16 @@ fn what_is_not_computed_is_refused() {
     fails(&with("rope_scaling", json!({"type": "linear"})), &["`rope_scaling.type`", "yarn", "linear"]);
 }
 
-/// Qwen3.8's dense models are Qwen3.5's with another gate.
+/// Qwen3.8's dense model is Qwen3.5's, and names the gate that this has.
 #[test]
-fn the_output_gate_may_be_a_sigmoid() {
+fn the_output_gate_may_be_named() {
     let json = include_str!("../../../examples/generate/configs/qwen3.8-27b.json");
-    let c = ModelConfig::from_json(json).unwrap();
-    assert_eq!((c.family, c.gdn.output_gate), (Family::Qwen3_5, GateActivation::Sigmoid));
+    let gate = |json: &str| {
+        let c = ModelConfig::from_json(json).unwrap();
+        (c.family, c.gdn.output_gate)
+    };
+    assert_eq!(gate(json), (Family::Qwen3_5, GateActivation::Silu));
+    assert_eq!(gate(&json.replace("swish", "sigmoid")), (Family::Qwen3_5, GateActivation::Sigmoid));
 }
 
 #[test]

@@ -21,17 +21,17 @@ struct Case {
     kinds: &'static [&'static str],
 }
 
-/// OLMo-Hybrid, Lara-4-Mini, and Qwen3.8: Qwen3.5's weights with its gate.
+/// OLMo-Hybrid, Lara-4-Mini, and Qwen3.5 with another output gate.
 fn cases() -> Result<Vec<Case>> {
     let mut cases = vec![];
     for (name, goldens, kinds) in
-        [("olmo", &OLMO_HYBRID, OLMO), ("lara", &LARA_MINI, LARA), ("qwen3.8", &QWEN3_5, QWEN)]
+        [("olmo", &OLMO_HYBRID, OLMO), ("lara", &LARA_MINI, LARA), ("a sigmoid gate", &QWEN3_5, QWEN)]
     {
         if !goldens.is_here() {
             continue;
         }
         let mut tiny = checkpoint(goldens)?;
-        if name == "qwen3.8" {
+        if name == "a sigmoid gate" {
             tiny.config["text_config"]["output_gate_type"] = "sigmoid".into();
             assert_eq!(tiny.model_config()?.gdn.output_gate, GateActivation::Sigmoid);
         }
