@@ -186,8 +186,8 @@ impl GatedDeltaNet {
     ///
     /// A sequence whose tokens all stay costs nothing. The others' accepted tokens are fed again from the slot that was
     /// read, all in one call, and without the projections, which were kept. The state is what a call with that many tokens
-    /// leaves: on the CPU bit for bit; on CUDA too where the same kernel runs, which may depend on the number of
-    /// sequences.
+    /// leaves, up to the order of sums in the projections, which may depend on the number of rows; given the same projections bit for bit
+    /// where the same kernel runs, which on CUDA may depend on the number of sequences.
     ///
     /// # Errors
     /// When `drafted` is of another layer or `accepted` of another pass, or the pool does not fit.

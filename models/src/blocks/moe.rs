@@ -8,7 +8,7 @@ use super::mlp::Mlp;
 use super::routing::Routing;
 use crate::config::MoeConfig;
 use crate::formats::{dense_experts, place, Blocks, ExpertBlocks, ExpertShape, Source, StoredExperts};
-use crate::weights::cpu::experts::{softmax, Combine, Shares};
+use crate::weights::cpu::experts::{softmax, Shares};
 use crate::weights::cpu::swiglu::{swiglu, MlpRows, Mlps};
 #[cfg(feature = "cuda")]
 use crate::weights::cuda::experts::{self as kernels, bf16_terms, Moe};
@@ -179,15 +179,8 @@ impl SparseMoe {
         swiglu(x, &mut calls);
 
         let mut out = vec![0f32; x.len()];
-        Combine {
-            experts: &expert_outs,
-            weights: &routing.weight_of_row,
-            choices: &routing.row_of_choice,
-            per_token: routing.experts_per_token,
-            shared: shared.map(|_| Shares { out: &shared_out, gates: &scores[n..], stride }),
-            hidden,
-        }
-        .run(&mut out);
+        let shared = shared.map(|_| Shares { out: &shared_out, gates: &scores[n..], stride });
+        routing.combine(&expert_outs, shared, hidden).run(&mut out);
         out
     }
 
@@ -268,10 +261,15 @@ impl SparseMoe {
             let x = rows.narrow(0, range.start, range.len())?;
             outs.push(self.expert(expert)?.forward(&x, &Launch::default())?);
         }
+        let outs = Tensor::cat(&outs, 0)?.to_dtype(DType::F32)?;
+        if device.is_cpu() {
+            // candle's sum over a middle dimension runs on one thread.
+            let mut out = vec![0f32; tokens * hidden];
+            routing.combine(&outs.flatten_all()?.to_vec1()?, None, hidden).run(&mut out);
+            return Tensor::from_vec(out, (tokens, hidden), device);
+        }
         let weights = Tensor::new(routing.weight_of_row.as_slice(), device)?.reshape((tokens * k, 1))?;
-        Tensor::cat(&outs, 0)?
-            .to_dtype(DType::F32)?
-            .broadcast_mul(&weights)?
+        outs.broadcast_mul(&weights)?
             .index_select(&index(&routing.row_of_choice)?, 0)?
             .reshape((tokens, k, hidden))?
             .sum(1)

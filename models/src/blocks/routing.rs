@@ -1,6 +1,7 @@
 //! Which token goes to which expert, on the host.
 
 use crate::config::MoeConfig;
+use crate::weights::cpu::experts::{Combine, Shares};
 use std::ops::Range;
 
 /// The choices of all tokens, and the same sorted by expert ("rows").
@@ -41,6 +42,12 @@ impl Routing {
             weights.extend(order[..k].iter().map(|&e| row[e] / total));
         }
         Self::sorted(&experts, &weights, n, k)
+    }
+
+    /// The sum of each token's experts, whose rows are `experts [rows, hidden]`, and of the shared one.
+    pub(crate) fn combine<'a>(&'a self, experts: &'a [f32], shared: Option<Shares<'a>>, hidden: usize) -> Combine<'a> {
+        let (weights, choices, per_token) = (&self.weight_of_row, &self.row_of_choice, self.experts_per_token);
+        Combine { experts, weights, choices, per_token, shared, hidden }
     }
 
     /// Counting sort by expert; tokens of one expert keep their order.

@@ -85,14 +85,20 @@ fn weighed(logits: &[f32], best: f32, scale: f64) -> Vec<Token> {
 fn nucleus(tokens: &[Token], p: f64) -> u64 {
     let total: u64 = tokens.iter().map(|token| token.weight).sum();
     let need = ((p * total as f64).ceil() as u64).clamp(1, total);
-    let mut sorted: Vec<(u64, u64)> = tokens.iter().map(|token| (token.rank, token.weight)).collect();
-    sorted.sort_unstable_by_key(|token| std::cmp::Reverse(token.0));
-    let mut sum = 0;
-    let reached = sorted.iter().find(|token| {
-        sum += token.1;
-        sum >= need
-    });
-    reached.map_or(0, |token| token.0)
+    let (mut rest, mut before) = (tokens.iter().map(|token| (token.rank, token.weight)).collect::<Vec<_>>(), 0);
+    // Keeps the half in which the share is reached, again and again, instead of sorting a whole vocabulary.
+    while rest.len() > 1 {
+        let middle = (rest.len() - 1) / 2;
+        rest.select_nth_unstable_by_key(middle, |token| std::cmp::Reverse(token.0));
+        let sum: u64 = rest[..=middle].iter().map(|token| token.1).sum();
+        if before + sum >= need {
+            rest.truncate(middle + 1);
+        } else {
+            before += sum;
+            rest.drain(..=middle);
+        }
+    }
+    rest.first().map_or(0, |token| token.0)
 }
 
 fn penalise(logits: &mut [f32], row: &SamplingRow, recent: &[u32]) {

@@ -3,6 +3,8 @@
 use super::cpu::draw_with_logprobs;
 use crate::abi::sampling::SamplingRow;
 use candle_core::{DType, Device, Result, Tensor};
+use candle_gdn_core::cpu::parallel;
+use std::sync::{Mutex, OnceLock, PoisonError};
 
 /// Natural logarithms of probabilities, by the softmax of the logits as the model gives them: before penalties, temperature and
 /// the choice among likely tokens.
@@ -64,7 +66,12 @@ impl Sampler {
             return super::rows::draw(self, logits, choices);
         }
         let rows = logits.to_dtype(DType::F32)?.to_vec2()?.into_iter().zip(choices);
-        Ok(rows.map(|(mut logits, choice)| choice.draw(&mut logits)).collect())
+        let rows: Vec<_> = rows.map(|(logits, choice)| (choice, Mutex::new(logits), OnceLock::new())).collect();
+        parallel(rows.len(), 16 * logits.dim(1)?, |n| {
+            let (choice, logits, token) = &rows[n];
+            token.get_or_init(|| choice.draw(&mut logits.lock().unwrap_or_else(PoisonError::into_inner)));
+        });
+        Ok(rows.into_iter().filter_map(|(.., token)| token.into_inner()).collect())
     }
 }
 

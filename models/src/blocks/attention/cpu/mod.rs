@@ -24,6 +24,8 @@ const BLOCK: usize = 128;
 const QUERIES: usize = 48;
 /// With few queries, a task takes no more keys than this: a multiple of [`BLOCK`].
 const SPLIT: usize = 1024;
+/// Tasks of several blocks of queries, at most, where their keys are divided.
+const TASKS: usize = 128;
 
 /// Head counts and size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -178,10 +180,17 @@ impl<'a, T: Element> Plan<'a, T> {
     fn new(attention: &'a Attention<'a>, cache: &'a Cache<T>, out: &'a mut [f32], first: usize) -> Self {
         let block = QUERIES.div_ceil(cache.shape.heads / cache.shape.kv_heads).min(attention.tokens).max(1);
         let blocks = attention.tokens.div_ceil(block);
-        // A single block of queries would leave a long context to as many threads as there are key heads.
+        // Few blocks of queries would leave a long context to as few threads. The parts depend on sizes alone, and so do the bits.
         let first_key = cache.first_seen(cache.len - attention.tokens) / PANEL * PANEL;
-        let splits = if blocks == 1 { (cache.len - first_key).div_ceil(SPLIT) } else { 1 };
-        let split = if splits == 1 { cache.len - first_key } else { SPLIT };
+        let (keys, whole) = (cache.len - first_key, cache.shape.kv_heads * blocks);
+        let most = if blocks == 1 { usize::MAX } else { TASKS / whole };
+        let (split, splits) = match keys.div_ceil(SPLIT).min(most) {
+            0 | 1 => (keys, 1),
+            splits => {
+                let split = keys.div_ceil(splits).next_multiple_of(SPLIT);
+                (split, keys.div_ceil(split))
+            }
+        };
         Self { attention, cache, out: Shared::new(out), block, blocks, first_key, split, splits, first }
     }
 
@@ -208,35 +217,34 @@ impl<'a, T: Element> Plan<'a, T> {
 
     fn run(&self, task: usize, partials: &Shared<'_, f32>) {
         let (task, part) = (task / self.splits, task % self.splits);
-        // The last queries see the most: they come first.
-        let first = (self.blocks - 1 - task % self.blocks) * self.block;
-        let head = task / self.blocks;
-        let queries = Queries {
-            attention: self.attention,
-            cache: self.cache,
-            head,
-            tokens: first..self.attention.tokens.min(first + self.block),
-            keys: self.first_key + part * self.split..self.cache.len.min(self.first_key + (part + 1) * self.split),
-        };
+        let keys = self.first_key + part * self.split..self.cache.len.min(self.first_key + (part + 1) * self.split);
+        let queries = self.queries(task, keys);
         let out = match self.splits {
             1 => Destination::Final(&self.out),
             // SAFETY: each task owns its part.
             _ => Destination::Partial(unsafe {
-                partials.part((head * self.splits + part) * self.partial(), self.partial())
+                partials.part((task * self.splits + part) * self.partial(), self.partial())
             }),
         };
         dispatch(QueriesTask { queries, out });
+    }
+
+    /// The queries of a block of a key head. The last ones see the most: they come first.
+    fn queries(&self, block: usize, keys: Range<usize>) -> Queries<'_, '_, T> {
+        let first = (self.blocks - 1 - block % self.blocks) * self.block;
+        let tokens = first..self.attention.tokens.min(first + self.block);
+        Queries { attention: self.attention, cache: self.cache, head: block / self.blocks, tokens, keys }
     }
 
     fn merge(&self, partials: &[f32]) {
         if self.splits == 1 {
             return;
         }
-        for (head, parts) in partials.chunks_exact(self.splits * self.partial()).enumerate() {
-            let (tokens, keys) = (0..self.attention.tokens, 0..self.cache.len);
-            let queries = Queries { attention: self.attention, cache: self.cache, head, tokens, keys };
+        let size = self.splits * self.partial();
+        parallel(partials.len() / size, size, |block| {
+            let (queries, parts) = (self.queries(block, 0..self.cache.len), &partials[block * size..][..size]);
             dispatch(Merge { queries, parts, splits: self.splits, out: &self.out });
-        }
+        });
     }
 }
 

@@ -158,9 +158,22 @@ fn a_long_context_in_parts() {
     let tokens = 2 * SPLIT + 200;
     let case = Case::new(2, Shape { heads: 2, kv_heads: 1, dim: 6, window: None }, 3, tokens);
     let want = case.naive();
-    for parts in [&[tokens][..], &[tokens - 3, 1, 2], &[SPLIT, 20, tokens - SPLIT - 20]] {
+    // Up to four blocks of queries, of 24 tokens each.
+    for parts in [&[tokens][..], &[tokens - 3, 1, 2], &[SPLIT, 20, tokens - SPLIT - 20], &[tokens - 100, 40, 60]] {
         assert_close(&case.run::<f32>(parts), &want, 2e-6);
     }
+}
+
+/// As many tasks for a few tokens more than a block of queries has.
+#[test]
+fn several_blocks_of_queries_are_divided_too() {
+    let shape = Shape { heads: 16, kv_heads: 2, dim: 4, window: None };
+    let (case, mut cache) = (Case::new(1, shape, 2, 6 * 64), Cache::<f32>::new(shape));
+    cache.len = 20 * SPLIT;
+    let tasks = |tokens: usize| Plan::new(&case.attention(0, 0, tokens), &cache, &mut [], 0).tasks();
+    assert_eq!(tasks(6), 2 * 20);
+    assert!(tasks(7) >= tasks(6) && tasks(48) >= 64, "{} and {}", tasks(7), tasks(48));
+    assert_eq!(tasks(6 * 64), 2 * 64);
 }
 
 /// Some turns of the ring.

@@ -62,7 +62,7 @@ impl Instructions {
         #[cfg(target_arch = "x86_64")]
         return match arch() {
             Arch::V4(_) if is_x86_feature_detected!("avx512vnni") => vec![Self::Avx512, Self::Avx2],
-            Arch::V3(_) | Arch::V4(_) => vec![Self::Avx2],
+            Arch::V3(_) | Arch::V4(_) if is_x86_feature_detected!("f16c") => vec![Self::Avx2],
             _ => Vec::new(),
         };
         #[cfg(not(target_arch = "x86_64"))]
