@@ -23,8 +23,8 @@ pub enum Algo {
     /// and the state at 16 bytes, which `Auto` checks and this refuses.
     Recurrent128,
     /// Made for decode: one token a sequence, K 64, 96, 128, 192 or 256 and V a multiple of 32; or up to 16 tokens, K = V = 128
-    /// or K 96 and V 192. On CUDA the rows of q and k must begin at multiples of eight elements, those of v at four, and the state
-    /// at 16 bytes; for one token a and b are in f32 or in q's dtype, and boundaries count as several tokens.
+    /// or K 96 and V 192; boundaries count as several tokens. On CUDA the rows of q and k must begin at multiples of eight elements,
+    /// those of v at four, and the state at 16 bytes; for one token a and b are in f32 or in q's dtype.
     Decode,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
     /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;

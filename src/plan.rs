@@ -41,8 +41,14 @@ pub fn has_fused_step(key_dim: usize, value_dim: usize, width: usize) -> bool {
     FUSED_DIMS.contains(&(key_dim, value_dim)) && width == FUSED_WIDTH
 }
 
-/// Why the rule's kernel that was chosen does not support a call; `None` where it may.
-pub fn refuses_rule(algo: Algo, dtype: DType, (key_dim, value_dim): (usize, usize), longest: usize) -> Option<String> {
+/// Why the rule's kernel that was chosen does not support a call; `None` where it may. `packed` where boundaries were given.
+pub fn refuses_rule(
+    algo: Algo,
+    dtype: DType,
+    (key_dim, value_dim): (usize, usize),
+    longest: usize,
+    packed: bool,
+) -> Option<String> {
     match algo {
         Algo::Recurrent128 if (key_dim, value_dim) != (128, 128) => {
             Some(format!("supports heads of size 128, got {key_dim} (K) and {value_dim} (V)"))
@@ -50,8 +56,8 @@ pub fn refuses_rule(algo: Algo, dtype: DType, (key_dim, value_dim): (usize, usiz
         Algo::Decode if longest > DECODE_TOKENS => {
             Some(format!("supports up to {DECODE_TOKENS} tokens a sequence, got {longest}"))
         }
-        Algo::Decode if longest > 1 && !FUSED_DIMS.contains(&(key_dim, value_dim)) => Some(format!(
-            "supports several tokens for heads of 128, or 96 (K) and 192 (V), got {key_dim} (K) and {value_dim} (V)"
+        Algo::Decode if (longest > 1 || packed) && !FUSED_DIMS.contains(&(key_dim, value_dim)) => Some(format!(
+            "supports several or packed tokens for heads of 128, or 96 (K) and 192 (V), got {key_dim} (K) and {value_dim} (V)"
         )),
         Algo::Decode if !DECODE_KEY_DIMS.contains(&key_dim) || value_dim % DECODE_VALUE_ROWS != 0 => Some(format!(
             "supports K of 64, 96, 128, 192 or 256 and V of a multiple of {DECODE_VALUE_ROWS}, got {key_dim} (K) and {value_dim} (V)"
@@ -69,7 +75,7 @@ pub fn refuses_rule(algo: Algo, dtype: DType, (key_dim, value_dim): (usize, usiz
     }
 }
 
-/// The same for a step over states; `packed` where boundaries were given.
+/// The same for a step over states.
 pub fn refuses_step(
     algo: Algo,
     (key_dim, value_dim, width): (usize, usize, usize),

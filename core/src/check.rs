@@ -264,6 +264,7 @@ fn trained_by(op: &str) -> Option<&'static str> {
         "causal_conv1d" => Some("causal_conv1d_diff"),
         "gdn_step" => Some("causal_conv1d_diff, gdn_gates, gdn_rule_diff and gated_rms_norm"),
         "GatedDeltaNet" => Some("TrainableGatedDeltaNet"),
+        "GdnState" => Some("TrainableGatedDeltaNet::forward_with_state with a TrainingState"),
         "DenseWeight" => Some("Projection::new with a candle_nn::Linear"),
         _ => None,
     }

@@ -1,6 +1,6 @@
 //! Which slots of a state pool the sequences of a call read and write.
 
-use crate::check::{check_dense, check_device};
+use crate::check::{check_dense, check_device, check_dtype};
 use crate::cpu;
 use crate::device::Working;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Storage, Tensor};
@@ -82,18 +82,16 @@ impl Slots {
             bail!("slots: set: expected the slots that are read to be written, as this was made");
         }
         let host = Host::new("slots", read, separate.then_some(write))?;
+        let maps = [("slots", &self.read, read), ("slots to write", &self.write, write)];
+        let maps = &maps[..1 + usize::from(separate)];
+        for (arg, map, values) in maps {
+            check_dtype("slots: set", arg, map.dtype(), DType::U32)?;
+            check_dense("slots: set", arg, map.layout(), &[values.len()])?;
+        }
         let _working = Working::new(self.read.device());
-        for (dst, values) in [(&self.read, read), (&self.write, write)].into_iter().take(1 + usize::from(separate)) {
-            if dst.dims() != [values.len()] || dst.dtype() != DType::U32 {
-                bail!(
-                    "slots: set: expected {} values of a u32 tensor, got {} of {:?}",
-                    dst.elem_count(),
-                    values.len(),
-                    dst.dtype()
-                );
-            }
+        for (_, map, values) in maps {
             if !values.is_empty() {
-                dst.slice_set(&Tensor::new(values, dst.device())?, 0, 0)?;
+                map.slice_set(&Tensor::new(*values, map.device())?, 0, 0)?;
             }
         }
         self.host = Some(Arc::new(host));

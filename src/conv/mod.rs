@@ -10,7 +10,7 @@ use candle_core::CustomOp2;
 use candle_core::{bail, CpuStorage, Layout, Result, Shape, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::cpu::Element;
-use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten};
+use candle_gdn_core::device::{apply2, elements, in_place_cpu, CpuWritten, Working};
 use candle_gdn_core::{by_dtype, cpu_slots, custom_op, CpuSlots, CuSeqlens, SequencePlan, Slots};
 
 pub use backward::causal_conv1d_diff;
@@ -73,6 +73,7 @@ impl CausalConv1d {
     /// When a dtype, shape or device does not fit, an input shares its storage with the state, or one is tracked for
     /// gradients.
     pub fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let _working = Working::new(self.state.device());
         for (arg, tensor) in [("x", x), ("weight", weight)] {
             check_device(OP, arg, tensor, self.state.device())?;
         }

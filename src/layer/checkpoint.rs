@@ -8,7 +8,7 @@
 use candle_core::{bail, CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
 use candle_gdn_core::check::*;
 use candle_gdn_core::custom_op;
-use candle_gdn_core::device::SideOutput;
+use candle_gdn_core::device::{SideOutput, Working};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -136,6 +136,7 @@ impl Recomputed {
     }
 
     fn backward(&self, [x, carrier]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+        let _working = Working::new(x.device());
         let mut inputs = vec![];
         for input in &self.inputs {
             inputs.push(match input.track_op() {

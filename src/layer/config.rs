@@ -177,9 +177,10 @@ impl Keys {
         self.linear_num_key_heads = self.linear_num_key_heads.or(heads);
         self.linear_num_value_heads = self.linear_num_value_heads.or(heads);
         let three_quarters =
-            self.hidden_size.zip(self.linear_num_key_heads).and_then(|(h, n)| (3 * h / 4).checked_div(n));
+            self.hidden_size.zip(self.linear_num_key_heads).and_then(|(h, n)| (h.saturating_mul(3) / 4).checked_div(n));
         self.linear_key_head_dim = self.linear_key_head_dim.or(three_quarters);
-        self.linear_value_head_dim = self.linear_value_head_dim.or(self.linear_key_head_dim.map(|dim| 2 * dim));
+        self.linear_value_head_dim =
+            self.linear_value_head_dim.or(self.linear_key_head_dim.map(|dim| dim.saturating_mul(2)));
         self.linear_conv_kernel_dim = self.linear_conv_kernel_dim.or(Some(4));
         // That of the gated norm is not the model's.
         self.rms_norm_eps = Some(1e-5);

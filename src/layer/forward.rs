@@ -191,8 +191,8 @@ impl GatedDeltaNet {
         }
         let c = &self.config;
         let o = match (call.ring, call.slots) {
-            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, longest, call, (ring, slots))?,
-            _ => self.rule(p, longest, call)?,
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, call, (ring, slots))?,
+            _ => self.rule(p, call)?,
         };
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
         self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
@@ -202,14 +202,13 @@ impl GatedDeltaNet {
     pub(super) fn rule_after_flush(
         &self,
         p: &Projected,
-        longest: usize,
         call: Call<'_>,
         (ring, slots): (&Ring, &Slots),
     ) -> Result<Tensor> {
         let GdnState { conv, recurrent, .. } = call.states;
         ring.flush(recurrent, slots, None)?;
         ring.copy_window(conv, slots, Window::ToState)?;
-        let o = self.rule(p, longest, Call { slots: Some(&slots.written()), ..call })?;
+        let o = self.rule(p, Call { slots: Some(&slots.written()), ..call })?;
         ring.copy_window(conv, slots, Window::ToRing)?;
         Ok(o)
     }
@@ -226,20 +225,19 @@ impl GatedDeltaNet {
         }
     }
 
-    /// Convolution and rule for any number of tokens: o. `longest` is the most tokens of a sequence.
-    pub(super) fn rule(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<Tensor> {
-        let (c, mut options) = (&self.config, self.options.rule);
+    /// Convolution and rule for any number of tokens: o.
+    pub(super) fn rule(&self, p: &Projected, call: Call<'_>) -> Result<Tensor> {
+        let mut options = self.options.rule;
         options.algo = options.algo.of_rule();
         let conv = CausalConv1d::unchecked(&call.states.conv, call.cu_seqlens, call.slots, true);
         let rule = GdnPrefill::unchecked(p.gates.clone(), &call.states.recurrent, call.cu_seqlens, call.slots, options);
+        let (last, keys) = (p.qkv.rank() - 1, self.config.key_size());
+        let columns = [(0, keys), (keys, keys), (2 * keys, self.config.value_size())];
         // Before the convolution writes its state.
-        rule.check_algo(p.qkv.dtype(), (c.key_head_dim, c.value_head_dim), longest)?;
+        rule.check_columns(&p.qkv, columns)?;
         let qkv = conv.forward(&p.qkv, &self.conv_weight)?;
-        let (last, keys) = (qkv.rank() - 1, c.key_size());
-        let q = qkv.narrow(last, 0, keys)?;
-        let k = qkv.narrow(last, keys, keys)?;
-        let v = qkv.narrow(last, 2 * keys, c.value_size())?;
-        rule.forward(&q, &k, &v)
+        let [q, k, v] = columns.map(|(first, count)| qkv.narrow(last, first, count));
+        rule.forward(&q?, &k?, &v?)
     }
 
     /// Batch and tokens of x.

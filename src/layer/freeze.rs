@@ -4,7 +4,7 @@ use super::load::{sections, select_rows};
 use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Project, Projection, TrainableGatedDeltaNet};
 use crate::linear::DenseWeight;
 use candle_core::{DType, Result, Tensor};
-use candle_gdn_core::device::Launch;
+use candle_gdn_core::device::{Launch, Working};
 
 /// A projection whose gradients nobody wants any more.
 struct Detached(Projection);
@@ -27,6 +27,7 @@ impl TrainableGatedDeltaNet {
     /// # Errors
     /// When there is not enough memory, or a module fails to give its weight.
     pub fn freeze(&self) -> Result<GatedDeltaNet> {
+        let _working = Working::new(self.parts().conv_weight.first().device());
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = self.parts().clone();
         let dense = dense_rows(self.config(), &in_proj)?;
         let conv_weight = conv_weight.joined()?;

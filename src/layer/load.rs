@@ -4,6 +4,7 @@ use super::layout::{Layout, FIRST, SEPARATE};
 use super::{ConvWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 use crate::linear::DenseWeight;
 use candle_core::{bail, DType, Result, Shape, Tensor};
+use candle_gdn_core::device::Working;
 use candle_nn::{Init, VarBuilder};
 use std::ops::Range;
 
@@ -64,6 +65,7 @@ impl Matrices for VarBuilder<'_> {
 /// # Errors
 /// When a range lies outside the matrix.
 pub fn select_rows(matrix: &Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
+    let _working = Working::new(matrix.device());
     let rows = ranges.iter().map(|range| matrix.narrow(0, range.start, range.len()));
     Tensor::cat(&rows.collect::<Result<Vec<_>>>()?, 0)
 }
@@ -82,6 +84,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// When the config does not fit together, or a weight is missing or misshapen (the message names it).
     pub fn load(config: &GdnConfig, vb: VarBuilder) -> Result<Self> {
+        let _working = Working::new(vb.device());
         Self::load_from(config, &vb)
     }
 
@@ -170,6 +173,7 @@ pub(super) fn convolutions(c: &GdnConfig, get: impl Fn([usize; 3], &str) -> Resu
 
 /// Adds to `vb` those weights of a layer in Qwen3.5's layout that it does not have yet; see [`GatedDeltaNet::init`].
 pub(super) fn init_weights(config: &GdnConfig, vb: &VarBuilder) -> Result<()> {
+    let _working = Working::new(vb.device());
     config.check()?;
     let (c, heads, normal) = (config, config.num_value_heads, Init::Randn { mean: 0.0, stdev: 0.02 });
     let mut others = FIRST.iter().filter(|(_, layout)| *layout != Layout::Split);

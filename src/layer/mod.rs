@@ -27,7 +27,7 @@ use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
 use candle_gdn_core::check::{check_device, check_shape, check_state_dtype};
-use candle_gdn_core::device::check_gpu;
+use candle_gdn_core::device::{check_gpu, Working};
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
 
@@ -98,6 +98,7 @@ impl GatedDeltaNet {
     /// # Errors
     /// When the config does not fit together, a part does not fit the config (the message names it), or the kernels do not run on the GPU.
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
+        let _working = Working::new(parts.conv_weight.first().device());
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
         check_gpu(conv_weight.first().device())?;

@@ -12,7 +12,7 @@ use crate::norm::gated_rms_norm;
 use crate::rule::{gdn_gates, gdn_rule_diff, RuleOptions};
 use candle_core::{bail, DType, Result, Tensor, D};
 use candle_gdn_core::check::{check_device, check_float, check_shape};
-use candle_gdn_core::device::Launch;
+use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::CuSeqlens;
 
 const OP: &str = "TrainableGatedDeltaNet";
@@ -138,6 +138,7 @@ impl TrainableGatedDeltaNet {
     /// When x or `cu_seqlens` does not fit, a projection gives another shape or dtype, or memory is short; the message says what
     /// was expected.
     pub fn forward(&self, x: &Tensor, cu_seqlens: Option<&CuSeqlens>) -> Result<Tensor> {
+        let _working = Working::new(x.device());
         self.check_x(x, cu_seqlens)?;
         if x.elem_count() == 0 {
             return Ok(x.clone()); // y is as empty as x
@@ -160,6 +161,7 @@ impl TrainableGatedDeltaNet {
         cu_seqlens: Option<&CuSeqlens>,
         state: Option<&TrainingState>,
     ) -> Result<(Tensor, TrainingState)> {
+        let _working = Working::new(x.device());
         self.check_x(x, cu_seqlens)?;
         if x.elem_count() == 0 {
             let sequences = cu_seqlens.map_or(x.dims()[0], CuSeqlens::num_sequences);

@@ -4,6 +4,7 @@ use super::layout::{Layout, SEPARATE};
 use super::load::{convolutions, init_weights};
 use super::{GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
 use candle_core::{DType, Result, Tensor};
+use candle_gdn_core::device::Working;
 use candle_nn::{Init, Linear, VarBuilder};
 
 impl TrainableGatedDeltaNet {
@@ -29,6 +30,7 @@ impl TrainableGatedDeltaNet {
         vb: VarBuilder,
         mut wrap: impl FnMut(&str, Linear) -> Result<Projection>,
     ) -> Result<Self> {
+        let _working = Working::new(vb.device());
         config.check()?;
         let (c, heads) = (config, config.num_value_heads);
         let mut projection = |name: &str, outputs: usize, inputs: usize| {

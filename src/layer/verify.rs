@@ -219,8 +219,8 @@ impl GatedDeltaNet {
             return Ok(());
         }
         match (call.ring, call.slots) {
-            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, longest, call, (ring, slots))?,
-            _ => self.rule(p, longest, call)?,
+            (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, call, (ring, slots))?,
+            _ => self.rule(p, call)?,
         };
         Ok(())
     }

@@ -7,7 +7,7 @@ pub mod plan;
 use candle_core::{bail, Module, Result, Tensor};
 use candle_gdn_core::check::{check_dtype, check_float, check_untracked};
 use candle_gdn_core::cpu::matmul::{products, Weights};
-use candle_gdn_core::device::Launch;
+use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::host;
 use std::sync::Arc;
 
@@ -32,6 +32,7 @@ impl DenseWeight {
     /// # Errors
     /// When the weight is no matrix of f32, bf16 or f16, or has no rows or columns.
     pub fn new(weight: Tensor) -> Result<Self> {
+        let _working = Working::new(weight.device());
         check_float("DenseWeight", "weight", weight.dtype())?;
         if weight.rank() != 2 || weight.elem_count() == 0 {
             bail!("DenseWeight: weight: expected shape [out, in], both at least 1, got {:?}", weight.dims());
@@ -61,6 +62,7 @@ impl DenseWeight {
     /// `x [.., in]` of the weight's dtype to `[.., out]`. With `launch.overlap` a CUDA kernel may read the weight while
     /// the kernel before it on the stream still runs, which must therefore not write it.
     pub(crate) fn multiply(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
+        let _working = Working::new(x.device());
         check_float("DenseWeight", "x", x.dtype())?;
         check_untracked("DenseWeight", "x", x)?;
         let mut dims = x.dims().to_vec();
@@ -95,6 +97,7 @@ impl Module for DenseWeight {
 /// # Errors
 /// When a dtype, shape or device does not fit.
 pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> {
+    let _working = Working::new(x.device());
     check_float("multiply", "x", x.dtype())?;
     check_dtype("multiply", "weight", weight.dtype(), x.dtype())?;
     #[cfg(feature = "cuda")]

@@ -60,6 +60,7 @@ impl GatedRmsNorm {
     /// # Errors
     /// When a dtype, shape or device does not fit; the message names the argument.
     pub fn forward(&self, x: &Tensor, z: &Tensor, weight: &Tensor) -> Result<Tensor> {
+        let _working = Working::new(x.device());
         if x.rank() < 2 {
             bail!("{OP}: x: expected shape [.., heads, dim], got {:?}", x.dims());
         }
@@ -69,7 +70,6 @@ impl GatedRmsNorm {
         let lead = x.rank() - 2;
         let (x, z, weight) = (uniform_tokens(x, lead)?, uniform_tokens(z, lead)?, weight.contiguous()?);
         if [&x, &z, &weight].iter().any(|tensor| tensor.track_op()) {
-            let _working = Working::new(x.device());
             return x.apply_op3(&z, &weight, *self);
         }
         apply3(self, None, [("x", &x), ("z", &z), ("weight", &weight)])

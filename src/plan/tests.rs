@@ -44,7 +44,11 @@ fn kernels_of_the_rule_and_what_they_support() {
         (StepWhole, BF16, (128, 128), 1, false),
     ];
     for (algo, dtype, sizes, longest, want) in cases {
-        assert_eq!(refuses_rule(algo, dtype, sizes, longest).is_none(), want, "{algo} {dtype:?} {sizes:?} {longest}");
+        let supports = |packed| refuses_rule(algo, dtype, sizes, longest, packed).is_none();
+        assert_eq!(supports(false), want, "{algo} {dtype:?} {sizes:?} {longest}");
+        // Boundaries count as several tokens.
+        let packed = want && (algo != Decode || FUSED_DIMS.contains(&sizes));
+        assert_eq!(supports(true), packed, "{algo} {dtype:?} {sizes:?} {longest} packed");
     }
 }
 

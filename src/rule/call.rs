@@ -189,9 +189,9 @@ impl Rule {
     }
 
     /// The chosen kernel against the sizes and the dtype of q.
-    pub fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
+    fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
         let (op, algo) = (self.name, self.options.algo);
-        if let Some(why) = refuses_rule(algo, dtype, sizes, longest) {
+        if let Some(why) = refuses_rule(algo, dtype, sizes, longest, self.cu_seqlens.is_some()) {
             bail!("{op}: algo: {algo:?} {why}");
         }
         let plain = self.gates.raw.is_some() && !self.from_zeros;

@@ -62,6 +62,15 @@ pub(super) fn choice(rule: &Rule, plan: &RulePlan, qkv: [&CudaStorage; 3]) -> Re
     }
 }
 
+/// Refuses a kernel that was chosen and does not support the call on this device, before what makes q, k and v has written
+/// anything: they will lie in an allocation of their own, which is aligned as `like` is.
+pub(crate) fn check_choice(rule: &Rule, plan: &RulePlan, like: &CudaStorage) -> Result<()> {
+    match rule.options.algo {
+        Algo::Auto => Ok(()),
+        _ => choice(rule, plan, [like; 3]).map(drop),
+    }
+}
+
 /// `gdn_algo`
 const ALGOS: [(Algo, i32); 6] = [
     (Algo::Auto, gdn::GDN_AUTO),

@@ -4,11 +4,12 @@ use super::call::Rule;
 use crate::algo::Algo;
 use candle_core::{CustomOp3, Result, Tensor};
 use candle_gdn_core::check::*;
-use candle_gdn_core::device::apply3;
+use candle_gdn_core::device::{apply3, Working};
 
 impl Rule {
     /// Runs the op on q, k and v, copying only those whose rows are not contiguous.
     pub fn forward<C: CustomOp3>(&self, op: &C, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let _working = Working::new(self.state.device());
         for (arg, tensor) in [("q", q), ("k", k), ("v", v)] {
             check_device(op.name(), arg, tensor, self.state.device())?;
         }
@@ -28,6 +29,7 @@ impl Rule {
 
     /// The variant that [`Self::forward`] runs for these tensors.
     pub fn algo(&self, lead: Lead, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Algo> {
+        let _working = Working::new(self.state.device());
         let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
         let plan = self.plan(lead, [Arg::tensor("q", &q), Arg::tensor("k", &k), Arg::tensor("v", &v)])?;
         #[cfg(feature = "cuda")]

@@ -4,7 +4,7 @@ use super::call::{Rule, RuleGates};
 use super::dispatch::rule_op;
 use super::options::{Gates, RuleOptions};
 use crate::algo::Algo;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{Layout, Result, Tensor};
 use candle_gdn_core::check::*;
 use candle_gdn_core::{CuSeqlens, Slots};
 
@@ -29,8 +29,8 @@ impl GdnPrefill {
     }
 
     /// With gates that the caller computed: the log decay (0 or less) and beta, both `[.., HV]` with the leading dimensions
-    /// of v, in one of f32, bf16 and f16; `beta_scale` is not applied. For layers whose gates have another formula, and for
-    /// training. [`Algo::Auto`] and [`Algo::Recurrent`] support it.
+    /// of v, in one of f32, bf16 and f16; `beta_scale` is not applied. For layers whose gates have another formula. All kernels but
+    /// [`Algo::Recurrent128`] and [`Algo::Decode`] support them.
     ///
     /// # Errors
     /// As [`Self::new`].
@@ -70,8 +70,8 @@ impl GdnPrefill {
         self
     }
 
-    /// Every sequence begins at a zero state: the state is only written, whatever it held. [`Algo::Auto`] and
-    /// [`Algo::Recurrent`] support it.
+    /// Every sequence begins at a zero state: the state is only written, whatever it held. All kernels but
+    /// [`Algo::Recurrent128`] and [`Algo::Decode`] support this.
     pub fn without_initial_state(mut self) -> Self {
         self.0.from_zeros = true;
         self
@@ -86,9 +86,17 @@ impl GdnPrefill {
         self.0.forward(self, q, k, v)
     }
 
-    /// Refuses a call with these sizes that the chosen kernel does not support.
-    pub(crate) fn check_algo(&self, dtype: DType, sizes: (usize, usize), longest: usize) -> Result<()> {
-        self.0.check_algo(dtype, sizes, longest)
+    /// Refuses what [`Self::forward`] refuses of q, k and v that are columns, first and count, of a contiguous tensor like `qkv`.
+    pub(crate) fn check_columns(&self, qkv: &Tensor, columns: [(usize, usize); 3]) -> Result<()> {
+        let (all, last) = (Layout::contiguous(qkv.dims()), qkv.rank() - 1);
+        let [q, k, v] = columns.map(|(first, count)| all.narrow(last, first, count));
+        let plan = self.0.plan_layouts(self.lead(), qkv.dtype(), [&q?, &k?, &v?])?;
+        #[cfg(feature = "cuda")]
+        if let candle_core::Storage::Cuda(like) = &*qkv.storage_and_layout().0 {
+            super::cuda::check_choice(&self.0, &plan, like)?;
+        }
+        drop(plan);
+        Ok(())
     }
 
     /// Which kernel [`Self::forward`] runs for these tensors: never [`Algo::Auto`].

@@ -16,7 +16,7 @@ pub use ring::RingSpans;
 pub(crate) use ring::{ring_get, ring_set, Ring, RingMove, Window, RING_ROWS, RING_TOKENS};
 
 use candle_core::{bail, DType, Device, Result, Tensor};
-use candle_gdn_core::check::{check_device, check_float, check_state_dtype, zeros};
+use candle_gdn_core::check::{check_device, check_float, check_state_dtype, check_untracked, zeros};
 use candle_gdn_core::device::{LastThread, Working};
 
 const OP: &str = "GdnState";
@@ -93,10 +93,13 @@ impl GdnState {
     /// ```
     ///
     /// # Errors
-    /// When a part has another rank or dtype than those of a state, or the parts differ in device or batch.
+    /// When a part has another rank or dtype than those of a state, or is tracked for gradients, or the parts differ in device
+    /// or batch.
     pub fn from_tensors(conv: &Tensor, recurrent: &Tensor) -> Result<Self> {
         check_float(OP, "conv", conv.dtype())?;
         check_state_dtype(OP, "recurrent", recurrent.dtype())?;
+        check_untracked(OP, "conv", conv)?;
+        check_untracked(OP, "recurrent", recurrent)?;
         let [batch, _, _] = *conv.dims() else {
             bail!("{OP}: conv: expected shape [batch, width - 1, channels], got {:?}", conv.dims());
         };
@@ -111,8 +114,7 @@ impl GdnState {
         }
         check_device(OP, "recurrent", recurrent, conv.device())?;
         let _working = Working::new(conv.device());
-        let copy = |tensor: &Tensor| tensor.detach().force_contiguous();
-        Ok(Self::owning(copy(conv)?, copy(recurrent)?))
+        Ok(Self::owning(conv.force_contiguous()?, recurrent.force_contiguous()?))
     }
 
     /// The convolution's part: `[batch, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.

@@ -16,7 +16,7 @@ use crate::conv::CausalConv1d;
 use crate::norm::GatedRmsNorm;
 use crate::rule::Gates;
 #[cfg(feature = "cuda")]
-use crate::rule::RulePlan;
+use crate::rule::{cuda::check_choice, RulePlan};
 #[cfg(feature = "cuda")]
 use call::StepPlan;
 use candle_core::{bail, Layout, Result, Storage, Tensor};
@@ -134,6 +134,8 @@ impl GdnStep {
             }
             self.unfused()?;
         }
+        // Before the convolution writes its state.
+        check_choice(&self.rule, &plan.rule, x.0)?;
         let (y, _) = self.conv().on_cuda([(x.0, &plan.conv_x), w])?;
         let [q, k, v] = &plan.columns;
         let (o, o_shape) = self.rule.on_cuda(plan.lead, [(&y, q), (&y, k), (&y, v)])?;

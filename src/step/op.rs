@@ -6,7 +6,7 @@ use crate::rule::{Gates, Rule, RuleOptions};
 use crate::state::Ring;
 use candle_core::{bail, Result, Tensor};
 use candle_gdn_core::check::*;
-use candle_gdn_core::device::Launch;
+use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::{CuSeqlens, Slots};
 
 pub(super) const OP: &str = "gdn_step";
@@ -69,6 +69,7 @@ impl GdnStep {
         state: &Tensor,
         options: StepOptions,
     ) -> Result<Self> {
+        let _working = Working::new(state.device());
         let rule = Rule::new(OP, gates.into(), state, options.rule).checked()?;
         check_float(OP, "conv_state", conv_state.dtype())?;
         if conv_state.rank() != 3 {
@@ -156,6 +157,7 @@ impl GdnStep {
     /// The tensors as the kernels read them, copied only where their rows are not contiguous, or where the sequences and
     /// tokens of z do not count through.
     pub(super) fn prepare(&self, qkv: &Tensor, z: &Tensor, conv_weight: &Tensor) -> Result<[Tensor; 3]> {
+        let _working = Working::new(self.rule.state.device());
         for (arg, tensor) in [("qkv", qkv), ("z", z), ("conv_weight", conv_weight)] {
             check_device(OP, arg, tensor, self.rule.state.device())?;
         }

@@ -35,6 +35,7 @@ mod step;
 mod step_args;
 mod step_case;
 mod stored_state;
+mod strong_decays;
 mod support;
 mod tensor_cores;
 mod threads;

@@ -1,4 +1,4 @@
-//! Gates that the caller computed, and calls without an initial state: for authors of other layers, and for training.
+//! Gates that the caller computed, and calls without an initial state: for authors of other layers.
 
 use crate::semantics::{args, options, Args};
 use crate::support::{devices, refused, rel_rms, values};

@@ -1,12 +1,13 @@
 //! The step: convolution, rule and gated norm as one op, against the definition in f64 and against the three ops.
 
+use crate::random_layer::{layer, packed, rows};
 use crate::step_args::StepArgs;
 use crate::step_case::{has_clusters, Case, Drawn, Way};
-use crate::support::{devices, rel_rms, values};
+use crate::support::{devices, has, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::ops::causal_conv1d;
 use candle_gdn::reference::Dims;
-use candle_gdn::{Algo, GateActivation};
+use candle_gdn::{Algo, CuSeqlens, GateActivation, GdnConfig, Slots};
 use std::convert::identity;
 
 /// Heads, batches and lengths, each in every dtype; what else there is to choose changes from case to case.
@@ -215,4 +216,43 @@ fn a_refused_call_writes_nothing() {
     // The functions of the three ops see the same convolution's state.
     causal_conv1d(&x.qkv.unsqueeze(1).unwrap(), &x.conv_weight, &other, None, true).unwrap();
     assert!(values(&other) == after[0]);
+}
+
+/// Nor does a kernel that was chosen and does not support the call: the rule's comes after the convolution.
+#[test]
+fn a_refused_kernel_writes_nothing() {
+    for device in devices() {
+        // Boundaries count as several tokens, for which there are no such heads.
+        let config = GdnConfig::new(64, (2, 64), (4, 32));
+        let of = |algo| layer(&config, DType::BF16, &device, 3).with_algo(algo);
+        let x = packed(&rows(&mut Rng::new(4), 40, 64), DType::BF16, &device);
+        let slots = Slots::new(&[0, 1], &device).unwrap();
+        let mut pool = of(Algo::Auto).new_pool(2).unwrap();
+        let mut feed = |algo, lengths: [usize; 2]| {
+            let cu = CuSeqlens::from_lengths(&lengths, &device).unwrap();
+            let x = x.narrow(0, 0, lengths.iter().sum()).unwrap();
+            let fed = of(algo).forward_slots(&x, Some(&cu), &slots, &mut pool);
+            (fed, [values(pool.conv()), values(pool.recurrent())])
+        };
+        let (fed, before) = feed(Algo::Auto, [30, 10]);
+        fed.unwrap();
+        let (fed, after) = feed(Algo::Decode, [1, 0]);
+        refused(fed, &["algo: Decode supports several or packed tokens for heads of 128"]);
+        assert!(after == before);
+        if !has(&device, Algo::ChunkedSm90) {
+            let (fed, after) = feed(Algo::ChunkedSm90, [30, 10]);
+            refused(fed, &["status 7"]);
+            assert!(after == before);
+        }
+        // On CUDA that kernel reads gates in qkv's dtype or in f32.
+        let mut x = random(&[2], 2, &device).in_dtype(DType::BF16).with(|x| x.options.rule.algo = Algo::Decode);
+        [x.gates.a, x.gates.b] = [&x.gates.a, &x.gates.b].map(|gate| gate.to_dtype(DType::F16).unwrap());
+        let before = x.states();
+        if device.is_cuda() {
+            refused(x.forward(identity), &["gdn_step", "status 7"]);
+            assert!(x.states() == before);
+        } else {
+            x.forward(identity).unwrap();
+        }
+    }
 }

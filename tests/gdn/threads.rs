@@ -131,12 +131,15 @@ fn a_state_goes_from_thread_to_thread() {
 #[test]
 fn allocations_wait_for_a_capture() {
     use crate::support::{gpus, single_stream_devices};
-    use candle_gdn::{CuSeqlens, PoolOptions, RingSpans};
+    use candle_gdn::ops::{multiply, Launch};
+    use candle_gdn::{CuSeqlens, DenseWeight, PoolOptions, RingSpans};
+    use candle_nn::VarBuilder;
     for device in &gpus(single_stream_devices()) {
         let layer = &layer(&of_128(), DType::F32, device, 35);
         let ring = PoolOptions::default().ring();
         let [mut grown, pool] = [(); 2].map(|()| layer.new_pool_with(2, &ring).unwrap());
         let state = &layer.new_state(1).unwrap();
+        let x = &Tensor::ones((64, 64), DType::F32, device).unwrap();
         let capture = candle_gdn_core::device::cuda::capture("a test", device).unwrap();
         type Work<'a> = (&'static str, Box<dyn FnOnce() + Send + 'a>);
         let work: Vec<Work> = vec![
@@ -148,6 +151,12 @@ fn allocations_wait_for_a_capture() {
             ("a pool", Box::new(|| drop(layer.new_pool_with(2, &ring).unwrap()))),
             ("more slots", Box::new(|| grown.grow(5).unwrap())),
             ("a snapshot", Box::new(|| drop(pool.snapshot(1).unwrap()))),
+            ("a weight", Box::new(|| drop(DenseWeight::new(x.clone()).unwrap()))),
+            ("a product of cuBLAS", Box::new(|| drop(multiply(x, x, &Launch::default()).unwrap()))),
+            (
+                "a layer",
+                Box::new(|| drop(GatedDeltaNet::load(&of_128(), VarBuilder::zeros(DType::F32, device)).unwrap())),
+            ),
         ];
         scope(|s| {
             let threads: Vec<_> = work.into_iter().map(|(what, work)| (what, s.spawn(work))).collect();

@@ -9,7 +9,7 @@ use crate::step_args::{self, StepArgs};
 use crate::support::{devices, gdn_decode, gdn_prefill, refused, values};
 use candle_core::{safetensors, DType, Device, Module, Result, Tensor, Var};
 use candle_gdn::ops::{causal_conv1d, multiply, GdnDecode, Launch, RuleOptions};
-use candle_gdn::{CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, InProjection, Projection, Slots};
+use candle_gdn::{CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, GdnState, InProjection, Projection, Slots};
 use candle_nn::{VarBuilder, VarMap};
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -30,6 +30,7 @@ fn refuses_each<A: Clone>(op: &str, good: &A, arguments: &[Argument<A>], run: im
     let instead = match op {
         "causal_conv1d" => "to train, use causal_conv1d_diff",
         "gdn_step" => "to train, use causal_conv1d_diff, gdn_gates, gdn_rule_diff and gated_rms_norm",
+        "GdnState" => "to train, use TrainableGatedDeltaNet::forward_with_state with a TrainingState",
         "DenseWeight" => "to train, use Projection::new with a candle_nn::Linear",
         _ => "to train, use gdn_gates and gdn_rule_diff",
     };
@@ -77,6 +78,10 @@ fn no_op_drops_a_gradient() {
         let conv = [zeros(&[2, 5, 6]), zeros(&[6, 4]), zeros(&[2, 3, 6])];
         refuses_each("causal_conv1d", &conv, &three, |[x, w, state]| causal_conv1d(x, w, state, None, true).map(drop));
         let dense = DenseWeight::new(zeros(&[4, 8])).unwrap();
+        let parts: [Argument<[Tensor; 2]>; 2] = [("conv", |x| &mut x[0]), ("recurrent", |x| &mut x[1])];
+        refuses_each("GdnState", &[zeros(&[2, 3, 6]), zeros(&[2, 2, 3, 4])], &parts, |[conv, recurrent]| {
+            GdnState::from_tensors(conv, recurrent).map(drop)
+        });
         let x = [zeros(&[2, 3, 8]), zeros(&[1]), zeros(&[1])];
         refuses_each("DenseWeight", &x, &three[..1], |[x, ..]| dense.forward(x).map(drop));
     }

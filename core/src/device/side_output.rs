@@ -86,6 +86,7 @@ impl CustomOp2 for Output {
         _: &Tensor,
         grad: &Tensor,
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
+        let _working = super::Working::new(main.device());
         let gradient = Arc::new(Mutex::new(Some(grad.contiguous()?)));
         *lock(&self.0.gradient) = Arc::downgrade(&gradient);
         let keeper = Var::zeros(place.shape(), place.dtype(), place.device())?.apply_op1(Keeper(gradient))?;

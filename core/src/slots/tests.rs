@@ -37,6 +37,13 @@ fn set_keeps_the_memory_and_the_old_values_on_error() {
         assert!(slots.set(read, write).is_err());
         assert_eq!(memory.to_vec1::<u32>().unwrap(), [4, 4]);
     }
+    // Maps that it does not write: of another dtype, and strided.
+    let wide = Tensor::new(&[2i64, 3], &Device::Cpu).unwrap();
+    let strided = Tensor::new(&[[2u32, 0], [3, 0]], &Device::Cpu).unwrap().get_on_dim(1, 0).unwrap();
+    for write in [wide, strided] {
+        assert!(Slots::from_tensors(&memory, &write).set(&[6, 7], &[8, 9]).is_err());
+        assert_eq!(memory.to_vec1::<u32>().unwrap(), [4, 4]);
+    }
     let mut same = Slots::new(&[0, 1], &Device::Cpu).unwrap();
     assert!(same.set(&[0, 1], &[1, 0]).unwrap_err().to_string().contains("slots: set"));
     same.set(&[7, 8], &[7, 8]).unwrap();

@@ -3,7 +3,7 @@
 use crate::weights::cpu::swiglu::activate;
 #[cfg(doc)]
 use candle_core::CustomOp1;
-use candle_core::{bail, Layout, Result, Tensor};
+use candle_core::{bail, Result, Tensor};
 use candle_gdn_core::*;
 
 const OP: &str = "swiglu";
@@ -52,15 +52,13 @@ impl Swiglu {
     /// # Errors
     /// When the dtype or shape does not fit, or gate_up is tracked for gradients.
     pub fn forward(&self, gate_up: &Tensor) -> Result<Tensor> {
-        check_float(OP, "gate_up", gate_up.dtype())?;
-        let rows = match gate_up.device().is_cpu() {
-            true => gate_up.contiguous()?,
-            false => uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?,
-        };
+        let _working = Working::new(gate_up.device());
+        let rows = uniform_tokens(gate_up, gate_up.rank().saturating_sub(1))?;
         apply1(self, self.launch.arena.as_ref(), ("gate_up", &rows))
     }
 
-    fn plan(&self, layout: &Layout) -> Result<SwigluPlan> {
+    fn plan(&self, Arg { dtype, layout, .. }: Arg<'_>) -> Result<SwigluPlan> {
+        check_float(OP, "gate_up", dtype)?;
         let (dims, stride) = (layout.dims(), layout.stride());
         let Some((&both, lead)) = dims.split_last().filter(|(last, _)| last.is_multiple_of(2)) else {
             bail!("{OP}: gate_up: expected shape [.., gate and up], got {dims:?}")
@@ -77,22 +75,23 @@ impl Swiglu {
         })
     }
 
-    /// Rows that follow each other.
-    fn on_cpu(&self, [(gate_up, layout)]: [CpuArg<'_>; 1]) -> CpuOutput {
-        let plan = self.plan(layout)?;
-        let n = plan.rows * plan.columns;
-        let wide = host::values(gate_up, plan.gate_up.offset, 2 * n)?;
-        let mut out = vec![0f32; n];
-        if n > 0 {
+    fn on_cpu(&self, [gate_up]: [CpuArg<'_>; 1]) -> CpuOutput {
+        let plan = self.plan(Arg::cpu("gate_up", gate_up))?;
+        let RowsLayout { offset, stride } = plan.gate_up;
+        let layout = HeadsLayout { offset, seq_stride: 0, token_stride: stride, head_stride: 0 };
+        let rows = cpu::Sequences { cu_seqlens: None, count: 1, tokens: plan.rows };
+        let wide = host::rows(gate_up.0, layout, rows, (1, 2 * plan.columns))?;
+        let mut out = vec![0f32; plan.rows * plan.columns];
+        if !out.is_empty() {
             activate(&wide, plan.columns, &mut out);
         }
-        Ok((host::storage(out, storage_dtype(gate_up))?, plan.out_shape.into()))
+        Ok((host::storage(out, storage_dtype(gate_up.0))?, plan.out_shape.into()))
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(&self, [(gate_up, layout)]: [CudaArg<'_>; 1]) -> CudaOutput {
-        let plan = self.plan(layout)?;
-        Ok((super::cuda::swiglu(&plan, gate_up)?, plan.out_shape.into()))
+    fn on_cuda(&self, [gate_up]: [CudaArg<'_>; 1]) -> CudaOutput {
+        let plan = self.plan(Arg::cuda("gate_up", gate_up))?;
+        Ok((super::cuda::swiglu(&plan, gate_up.0)?, plan.out_shape.into()))
     }
 }
 

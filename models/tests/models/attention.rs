@@ -152,6 +152,8 @@ fn attention_refuses() -> Result<()> {
     let prepare = |k: &Tensor, inv_freq: &Tensor| {
         AttentionPrepare::new(&cache, &weight, &weight, inv_freq, PrepareOptions::default())?.forward(&q, k, &new)
     };
+    let bare = AttentionDecode::new(&cache, None)?;
+    refused(q.apply_op2_no_bwd(&bf16, &bare), &["gate: expected dtype F32, got BF16"]);
     refused(prepare(&new, &zeros(&[9])), &["inv_freq: expected shape [pairs]"]);
     refused(prepare(&k.narrow(2, 0, 1)?.transpose(1, 2)?, &zeros(&[4])), &["shares its storage with k"]);
     refused(prepare(&new, &zeros(&[2, 4])), &["q: expected a tensor on CUDA"]);

@@ -200,3 +200,28 @@ fn what_does_not_fit_is_refused() -> Result<()> {
     refused(swiglu(&x.to_dtype(DType::F64)?), &["gate_up: expected dtype"]);
     Ok(())
 }
+
+/// The ops as candle applies them: views as `forward` reads them, and nothing that the kernels would read wrongly.
+#[test]
+fn bare_ops() -> Result<()> {
+    let mut rng = Rng::new(5);
+    for device in devices() {
+        for (dtype, _) in DTYPES {
+            let mut view = |gap| placed(&view(&mut rng, 3, 16, 0, 0, dtype)?, gap, 1, &device);
+            let (x, h) = (view(3)?, view(5)?);
+            let w = Tensor::new(&[0.5f32; 16], &device)?;
+            let op = AddRmsNorm::new(EPS)?;
+            for x in [x.clone(), x.narrow(0, 1, 1)?.broadcast_as((3, 16))?] {
+                let (both, (sum, y)) = (x.apply_op3_no_bwd(&h, &w, &op)?, op.forward(&x, &h, &w)?);
+                assert_eq!(both.dims(), [2, 3, 16]);
+                assert_eq!(values(&both), [values(&sum), values(&y)].concat());
+                assert_eq!(values(&x.apply_op1_no_bwd(&Swiglu::new())?), values(&swiglu(&x)?));
+            }
+            let bf16 = w.to_dtype(DType::BF16)?;
+            refused(x.apply_op3_no_bwd(&h, &bf16, &op), &["weight: expected dtype F32, got BF16"]);
+            refused(x.apply_op3_no_bwd(&h.narrow(0, 0, 2)?, &w, &op), &["h: expected shape [3, 16], got [2, 16]"]);
+            refused(x.to_dtype(DType::U32)?.apply_op1_no_bwd(&Swiglu::new()), &["gate_up: expected dtype"]);
+        }
+    }
+    Ok(())
+}

@@ -43,4 +43,6 @@ fn olmo_hybrid_has_an_epsilon_and_a_beta_of_its_own() {
         "linear_key_head_dim": 96, "linear_value_head_dim": 192, "linear_conv_kernel_dim": 4, "rms_norm_eps": 1e-6,
         "linear_allow_neg_eigval": false}"#;
     assert_eq!(parse(full), Ok(want.with(|c| c.beta_scale = 1.0)));
+    let large = r#"{"model_type": "olmo_hybrid", "hidden_size": 9223372036854775808, "num_attention_heads": 1}"#;
+    assert!(parse(large).unwrap_err().contains("key_head_dim: expected 1 to 256"));
 }

@@ -69,8 +69,9 @@ impl RuleDiff {
             state.check_place(OP, &qkv.device(), &[])?;
             check_dense(OP, "state", state.layout, &self.state_shape(&seqs))?;
         }
-        if let Some(why) = refuses_rule(self.options.algo, qkv.dtype, (key_dim, value_dim), seqs.max_tokens) {
-            bail!("{OP}: algo: {:?} {why}", self.options.algo);
+        let (algo, packed) = (self.options.algo, lead == Lead::Packed);
+        if let Some(why) = refuses_rule(algo, qkv.dtype, (key_dim, value_dim), seqs.max_tokens, packed) {
+            bail!("{OP}: algo: {algo:?} {why}");
         }
         let keys = key_heads * key_dim;
         Ok(DiffPlan {

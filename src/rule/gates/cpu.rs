@@ -75,12 +75,14 @@ impl<'a> Heads<'a> {
                 let ((b, a), (d_log_decay, d_beta)) = (ba.split_at(heads), grad.split_at(heads));
                 let (d_b, d_a) = d_ba.split_at_mut(heads);
                 for h in 0..heads {
-                    let d_log_decay = f64::from(d_log_decay[h]);
                     let x = f64::from(a[h]) + f64::from(self.dt_bias[h]);
-                    let d_x = -self.rate[h] / (1.0 + (-x).exp()) * d_log_decay;
+                    let (d_x, d_rate) = match f64::from(d_log_decay[h]) {
+                        0.0 => (0.0, 0.0), // also of what is infinite
+                        d => (-self.rate[h] / (1.0 + (-x).exp()) * d, self.log_decay(h, a[h]) * d),
+                    };
                     d_a[h] = d_x as f32;
                     d_dt_bias[h] += d_x;
-                    d_a_log[h] += d_log_decay * self.log_decay(h, a[h]);
+                    d_a_log[h] += d_rate;
                     let sigmoid = 1.0 / (1.0 + (-f64::from(b[h])).exp());
                     let opposite = 1.0 / (1.0 + f64::from(b[h]).exp());
                     d_b[h] = (f64::from(d_beta[h]) * self.beta_scale * sigmoid * opposite) as f32;

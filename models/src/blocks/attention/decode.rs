@@ -3,7 +3,7 @@
 use super::cache::{AttentionCache, AttentionPlan};
 #[cfg(doc)]
 use candle_core::CustomOp2;
-use candle_core::{bail, Layout, Result, Tensor};
+use candle_core::{bail, Result, Tensor};
 use candle_gdn::CuSeqlens;
 use candle_gdn_core::*;
 
@@ -67,17 +67,21 @@ impl AttentionDecode {
     /// # Errors
     /// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
     pub fn forward(&self, q: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
+        let _working = Working::new(self.cache.device());
         let q = dense_rows(q)?;
         let second = gate.map_or(Ok(q.clone()), dense_rows)?;
         for (arg, tensor) in [("q", &q), ("gate", &second)] {
-            check_dtype(DECODE, arg, tensor.dtype(), self.cache.k.dtype())?;
             check_device(DECODE, arg, tensor, self.cache.device())?;
         }
         let op = Self { gated: gate.is_some(), ..self.clone() };
         apply2(&op, self.launch.arena.as_ref(), [("q", &q), ("gate", &second)])
     }
 
-    fn plan(&self, q: &Layout, gate: &Layout) -> Result<AttentionPlan> {
+    fn plan(&self, args: [Arg<'_>; 2]) -> Result<AttentionPlan> {
+        for arg in args {
+            check_dtype(DECODE, arg.name, arg.dtype, self.cache.k.dtype())?;
+        }
+        let [q, gate] = args.map(|arg| arg.layout);
         let (lead, seqs, heads) = self.cache.sequences((DECODE, "q"), q, self.cu_seqlens.as_ref())?;
         let (dim, lead_dims) = (self.cache.dim(), &q.dims()[..lead.rank()]);
         let q_layout = heads_layout(DECODE, "q", q, lead, lead_dims, (heads, dim))?;
@@ -87,13 +91,13 @@ impl AttentionDecode {
     }
 
     fn on_cpu(&self, [q, gate]: [CpuArg<'_>; 2]) -> CpuOutput {
-        self.plan(q.1, gate.1)?;
+        self.plan([Arg::cpu("q", q), Arg::cpu("gate", gate)])?;
         bail!("{DECODE}: q: expected a tensor on CUDA, got one on the CPU")
     }
 
     #[cfg(feature = "cuda")]
     fn on_cuda(&self, [q, gate]: [CudaArg<'_>; 2]) -> CudaOutput {
-        let plan = self.plan(q.1, gate.1)?;
+        let plan = self.plan([Arg::cuda("q", q), Arg::cuda("gate", gate)])?;
         Ok((self.decode_cuda(DECODE, &plan, q.0, self.gated.then_some(gate.0))?, plan.out_shape.into()))
     }
 }

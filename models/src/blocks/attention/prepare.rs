@@ -65,6 +65,7 @@ impl Default for PrepareOptions {
 /// # Errors
 /// When the device is out of memory.
 pub fn rotary_frequencies(inv_freq: &[f64], device: &Device) -> Result<Tensor> {
+    let _working = Working::new(device);
     let high = inv_freq.iter().map(|&f| f as f32);
     let low = inv_freq.iter().map(|&f| (f - f64::from(f as f32)) as f32);
     Tensor::from_vec(high.chain(low).collect::<Vec<_>>(), (2, inv_freq.len()), device)
@@ -125,6 +126,7 @@ impl AttentionPrepare {
     /// When a rank, shape, dtype or device does not fit, or an input shares its storage with the cache; the message names
     /// the argument, what was expected and what came.
     pub fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
+        let _working = Working::new(self.cache.device());
         let (q, k, v) = (dense_rows(q)?, dense_rows(k)?, dense_rows(v)?);
         for (arg, tensor) in [("q", &q), ("k", &k), ("v", &v)] {
             self.check_input(arg, tensor.dtype(), storage_key(tensor))?;

@@ -8,6 +8,9 @@ use pulp::{Simd, WithSimd};
 /// Tokens of a chunk. More would make the products among tokens larger, fewer those with the state less efficient.
 pub const CHUNK: usize = ALIGN;
 
+/// What a log decay below counts as: its exp is zero, and sums stay finite and keep what is small.
+const LEAST_DECAY: f32 = -200.0;
+
 /// A matrix of two tokens.
 pub(super) type Square = [[f32; CHUNK]; CHUNK];
 
@@ -77,8 +80,9 @@ impl WithSimd for NewDecays<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(self, _simd: S) -> Decays {
         let (mut sums, mut sum) = ([0f64; CHUNK], 0f64);
-        for (s, g) in sums.iter_mut().zip(self.0) {
-            sum += f64::from(*g);
+        for (s, &g) in sums.iter_mut().zip(self.0) {
+            // `max` would hide a NaN.
+            sum += f64::from(if g < LEAST_DECAY { LEAST_DECAY } else { g });
             *s = sum;
         }
         let mut decays = Decays {
