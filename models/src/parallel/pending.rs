@@ -21,14 +21,12 @@ impl Pending {
     /// Whether a rank is missing at `now`: a call is older than `limit`, and the device works still. A device that is idle has finished
     /// all calls.
     pub fn are_late(&mut self, now: Instant, limit: Duration, is_busy: impl FnOnce() -> bool) -> bool {
-        if !self.0.is_some_and(|begun| now.duration_since(begun) > limit) {
-            return false;
-        }
-        let late = is_busy();
-        if !late {
+        let is_old = self.0.is_some_and(|begun| now.duration_since(begun) > limit);
+        let are_late = is_old && is_busy();
+        if is_old && !are_late {
             self.0 = None;
         }
-        late
+        are_late
     }
 }
 

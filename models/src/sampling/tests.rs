@@ -167,7 +167,7 @@ fn min_p_keeps_what_is_likely_enough() {
 /// `top_k` keeps one of two equal tokens, and `min_p`, whose bound is the next number above both, not even that.
 #[test]
 fn min_p_drops_ties_that_top_k_kept() -> Result<()> {
-    let sampling = Sampling { temperature: 1., top_k: 2, min_p: 0.006_737_948_696_192_747_5, ..Sampling::default() };
+    let sampling = Sampling { temperature: 1., top_k: 2, min_p: 0.006_737_948_696_192_747, ..Sampling::default() };
     let choices: Vec<Choice> = (0..2000).map(|seed| sampling.choice(seed, 0, 100, &[0], &[])).collect();
     for device in devices() {
         let drawn = draw(&Sampler::new(&device)?, &vec![vec![10., 5., 5.]; choices.len()], &choices, &device)?;
