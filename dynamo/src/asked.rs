@@ -15,10 +15,10 @@ pub struct Asked {
 #[derive(Debug, Default, PartialEq)]
 pub struct Ends {
     /// They are part of it.
-    visible: BTreeSet<u32>,
+    pub visible: BTreeSet<u32>,
     /// They are not, and so many tokens must come before.
-    hidden: BTreeSet<u32>,
-    min_tokens: usize,
+    pub hidden: BTreeSet<u32>,
+    pub min_tokens: usize,
 }
 
 /// What a token that came is.

@@ -1,5 +1,6 @@
 //! The engine on a thread of its own, or on one for each rank: all ranks repeat what the first one does.
 
+use crate::asked::{Ends, Kind};
 use crate::blocks::{tell, Blocks, Router};
 use crate::figures::{Figures, Shared};
 use crate::fingerprint::{Fingerprint, ModelFingerprint};
@@ -93,13 +94,14 @@ impl Driver {
     }
 
     /// Sends a request, with the state after its first tokens if there is one, and waits until it is accepted or refused, at
-    /// most for one step of the model; None where the engine has ended.
-    pub async fn submit(&self, request: Request, state: Option<State>) -> Option<Result<Running, Refusal>> {
+    /// most for one step of the model; None where the engine has ended. It ends where the engine or `ends` says so.
+    pub async fn submit(&self, request: Request, ends: Ends, state: Option<State>) -> Option<Result<Running, Refusal>> {
         let ((sender, outputs), (answer, answered)) = (mpsc::unbounded_channel(), oneshot::channel());
         let (requests, room, is_full) = (self.requests.clone(), self.room, Arc::new(AtomicBool::new(false)));
         let full = is_full.clone();
         let (accepted, ended) = (self.requests.clone(), self.requests.clone());
-        let (shared, refused) = (self.shared.clone(), self.shared.clone());
+        let refused = self.shared.clone();
+        let mut answer_to = Answer { sender, ends, shared: self.shared.clone(), sent: 0, is_whole: false };
         let (own, model) = (self.fingerprint.after(&request.tokens), self.fingerprint.clone());
         // These run on the engine's thread, one after the other.
         self.engine
@@ -124,14 +126,11 @@ impl Driver {
                 }),
                 events: Box::new(move |events| {
                     if events.is_empty() {
-                        return !sender.is_closed();
+                        return !answer_to.sender.is_closed();
                     }
                     let output = output(events, &own);
-                    if let Some(reason) = &output.finished {
-                        ended.fetch_sub(1, Ordering::SeqCst);
-                        shared.count_finished(reason);
-                    }
-                    sender.send(output).is_ok()
+                    ended.fetch_sub(usize::from(output.finished.is_some()), Ordering::SeqCst);
+                    answer_to.send(output)
                 }),
             })
             .ok()?;
@@ -266,6 +265,40 @@ fn output(events: Vec<Event>, fingerprint: &Fingerprint) -> Output {
     output
 }
 
+/// The results that one client gets.
+struct Answer {
+    sender: mpsc::UnboundedSender<Output>,
+    ends: Ends,
+    shared: Arc<Shared>,
+    /// Tokens so far.
+    sent: usize,
+    /// Whether the last result was sent.
+    is_whole: bool,
+}
+
+impl Answer {
+    /// Sends the results of a step, up to the end of the answer, which is counted here. False where the engine is to end the
+    /// request: the answer is whole, or the client has gone.
+    fn send(&mut self, mut output: Output) -> bool {
+        if self.is_whole {
+            return false;
+        }
+        let kinds = output.tokens.iter().zip(self.sent..).map(|(token, n)| self.ends.kind(*token, n));
+        let end = kinds.enumerate().find(|(_, kind)| *kind != Kind::Inner);
+        if let Some((end, kind)) = end {
+            output.tokens.truncate(end + usize::from(kind == Kind::Last));
+            output.logprobs.truncate(output.tokens.len());
+            output.finished = Some(FinishReason::Stop);
+        }
+        self.sent += output.tokens.len();
+        if let Some(reason) = &output.finished {
+            self.shared.count_finished(reason);
+            self.is_whole = true;
+        }
+        self.sender.send(output).is_ok() && !self.is_whole
+    }
+}
+
 /// Reports to the router and the figures.
 struct Watch<'a> {
     blocks: Blocks,
@@ -298,3 +331,6 @@ impl Observer for Watch<'_> {
         self.shared.tell(Figures { stats, waiting, running, tokens });
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -1,6 +1,6 @@
 //! Dynamo's contract.
 
-use crate::asked::{asked, invalid, Asked, Ends, Kind};
+use crate::asked::{asked, invalid, Asked};
 use crate::blocks::Router;
 use crate::card::Card;
 use crate::driver::{Driver, Output, Refusal, Running};
@@ -175,7 +175,7 @@ impl LLMEngine for Worker {
         let state = self.fetched(&request).await;
         let driver = self.driver.read().await;
         let driver = driver.as_ref().ok_or_else(unavailable)?;
-        let running = match driver.submit(wanted, state).await {
+        let running = match driver.submit(wanted, ends, state).await {
             Some(Ok(running)) => running,
             Some(Err(Refusal::Invalid(why))) => return Err(invalid(why)),
             Some(Err(Refusal::Full)) => {
@@ -190,7 +190,7 @@ impl LLMEngine for Worker {
         };
         Ok(match shelf {
             Some(shelf) => Box::pin(ticket(running, shelf, prompt, context.inner_arc())),
-            None => Box::pin(outputs(running, ends, prompt, context.inner_arc())),
+            None => Box::pin(outputs(running, prompt, context.inner_arc())),
         })
     }
 
@@ -299,7 +299,6 @@ fn handed_on(ticket: serde_json::Value, prompt: usize) -> LLMEngineOutput {
 /// What comes of a request, as the frontend reads it. Dropping it ends the request.
 fn outputs(
     mut running: Running,
-    ends: Ends,
     prompt: usize,
     context: Arc<dyn AsyncEngineContext>,
 ) -> impl futures::Stream<Item = Result<LLMEngineOutput, DynamoError>> + Send {
@@ -314,16 +313,10 @@ fn outputs(
                 }
                 output = running.recv() => output,
             };
-            let Some(Output { mut tokens, mut logprobs, mut finished, .. }) = output else {
+            let Some(Output { tokens, logprobs, finished, .. }) = output else {
                 yield Err(backend(BackendError::EngineShutdown, "the engine has ended".into()));
                 return;
             };
-            let kinds: Vec<Kind> = tokens.iter().zip(sent..).map(|(token, n)| ends.kind(*token, n)).collect();
-            if let Some(end) = kinds.iter().position(|kind| *kind != Kind::Inner) {
-                tokens.truncate(end + usize::from(kinds[end] == Kind::Last));
-                logprobs.truncate(tokens.len());
-                finished = Some(FinishReason::Stop);
-            }
             sent += tokens.len();
             let end = match finished {
                 None => {

@@ -9,7 +9,7 @@ use crate::config::ModelConfig;
 use crate::formats::OtherType;
 use crate::parallel::Vocabulary;
 use crate::weights::Weight;
-use candle_core::{DType, Device, Result, Tensor};
+use candle_core::{bail, DType, Device, Result, Tensor};
 use candle_gdn::GatedDeltaNet;
 use candle_gdn_core::{Launch, Working};
 
@@ -138,6 +138,25 @@ impl CausalLm {
     /// At the end of a pass: an error where another rank did not take part in all of it.
     pub(crate) fn settle(&self) -> Result<()> {
         self.vocabulary.as_ref().map_or(Ok(()), |vocabulary| vocabulary.group.settle())
+    }
+
+    /// Whether another rank is gone, so that no pass can succeed any more.
+    pub(crate) fn has_lost_a_rank(&self) -> bool {
+        self.vocabulary.as_ref().is_some_and(|vocabulary| vocabulary.group.is_lost())
+    }
+
+    /// `result`, or an error where another rank has one. All ranks call this, since they must go on alike.
+    pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
+        let Some(Vocabulary { group, .. }) = self.vocabulary.as_ref().filter(|shard| shard.group.size() > 1) else {
+            return result;
+        };
+        let _working = Working::new(&self.device);
+        let failed = group.all_reduce(&Tensor::new(&[f32::from(u8::from(result.is_err()))], &self.device)?)?;
+        group.settle()?;
+        if result.is_ok() && failed.to_vec1::<f32>()?[0] > 0. {
+            bail!("expected all ranks to succeed, but another one failed")
+        }
+        result
     }
 
     /// [`logits`](Self::logits) with the launch options of a pass.

@@ -146,9 +146,9 @@ impl Shelf {
         Ok(Ticket { address: self.address.clone(), number, tokens })
     }
 
-    /// Whether nobody is to come any more.
+    /// Whether nobody is to come any more, and no state is on its way.
     pub fn is_empty(&self) -> bool {
-        lock(&self.states).is_empty()
+        self.held.load(Ordering::SeqCst) == 0
     }
 }
 

@@ -139,7 +139,7 @@ template <typename T> struct Row : Cutting<T> {
       // A logit is the bound, so no search is needed. Both zeros are the same number.
       const float least = __double2float_ru(__dsub_rn(best, row.gap));
       const uint32_t below = key_of(least == 0.f ? -0.f : least) - 1;
-      if (below > cut.key) cut = {below, 0};
+      if (below >= cut.key) cut = {below, 0};
     }
     draw(cut);
   }

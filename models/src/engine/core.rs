@@ -46,11 +46,12 @@ impl Context<'_> {
         Ok(sequence)
     }
 
-    /// A copy of the sequence.
+    /// A copy of the sequence; an error on all ranks where one fails, which would go on otherwise than the others.
     pub fn snapshot(&self, sequence: Sequence) -> Result<Arc<SequenceSnapshot>> {
+        let snapshot = self.pool.snapshot(sequence).map(Arc::new);
         #[cfg(test)]
-        super::tests::fault(super::tests::SNAPSHOT)?;
-        self.pool.snapshot(sequence).map(Arc::new)
+        let snapshot = super::tests::fault(super::tests::SNAPSHOT).and(snapshot);
+        self.model.agree(snapshot)
     }
 
     /// A request without a sequence ends.

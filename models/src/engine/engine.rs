@@ -138,7 +138,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// begin again, ends with [`FinishReason::Failed`]. All others go on, with the same tokens as without the failure.
     ///
     /// # Errors
-    /// When the pool refuses, which is a bug.
+    /// When another rank of the model is gone, so that no pass can succeed any more; when the pool refuses, which is a bug.
     pub fn step(&mut self) -> Result<Vec<Event>> {
         let Self { core, queue, prompts, batch, stepper, drafter, recovery } = self;
         let cx = &mut core.context();
@@ -156,6 +156,7 @@ impl<M: Borrow<CausalLm>> Engine<M> {
         batch.retire(cx)?;
         match pass {
             Ok(()) => recovery.passed(cx.events),
+            Err(error) if cx.model.has_lost_a_rank() => return Err(error),
             Err(error) => {
                 stepper.discard();
                 let lost = recovery.failed();

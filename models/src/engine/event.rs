@@ -45,7 +45,7 @@ pub enum Event {
     PrefixTooLarge {
         /// Tokens of the prefix.
         tokens: usize,
-        /// Bytes of its state.
+        /// Bytes of its state, keys and values included.
         bytes: usize,
     },
     /// Decode steps of this many sequences and more, or speculative ones, run without a CUDA graph. Reported once for each of

@@ -3,13 +3,15 @@
 use super::graphs::{Capture, StepSize};
 use super::tests::{fail_after, HostGraphs, READ, SNAPSHOT};
 use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
+use crate::parallel::{Collective, LocalRank};
 use crate::sampling::Sampler;
 use crate::sequences::step_graph::SharedGraph;
-use crate::sequences::tests::{model, VOCAB};
+use crate::sequences::tests::{model, shard, weights, VOCAB};
 use crate::sequences::SequencePool;
 use crate::CausalLm;
 use candle_core::Result;
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 /// With steps ahead of the host, of so many drafts each.
 fn engine(model: &CausalLm, options: EngineOptions, depth: usize) -> Result<Engine<&CausalLm>> {
@@ -162,6 +164,45 @@ fn a_snapshot_that_fails_is_told_to_its_request() -> Result<()> {
         let (got, _) = run(snapshot_at, calls)?;
         let ends = |ends: &[End]| ends.iter().map(|end| (end.0.clone(), end.2.clone())).collect::<Vec<_>>();
         assert_eq!(ends(&got), ends(&want));
+    }
+    Ok(())
+}
+
+/// Each snapshot in turn: the ranks would part where one goes on with it and the other without.
+#[test]
+fn a_snapshot_that_fails_on_one_rank_fails_on_all() -> Result<()> {
+    let weights = weights(0.1)?;
+    let run = |group: LocalRank, calls: isize| -> Result<_> {
+        let is_second = group.rank() == 1;
+        let model = shard(weights.clone(), Arc::new(group))?;
+        let options = EngineOptions { prefix_cache: 1 << 24, prefill_chunk: 80, ..EngineOptions::new(3, 200) };
+        let mut engine = Engine::new(&model, options)?;
+        engine.submit(Request { snapshot_at: Some(20), snapshot_end: true, ..Request::new(prompt(1, 100), 6) })?;
+        (0..2).try_for_each(|_| engine.submit(Request::new(prompt(1, 90), 4)).map(drop))?;
+        fail_after(SNAPSHOT, if is_second { calls } else { -1 });
+        let mut ends = Ends::default().finish(&mut engine)?;
+        for (.., end) in &mut ends {
+            if let Some(FinishReason::Failed(why)) = end {
+                why.clear(); // each rank has its own
+            }
+        }
+        Ok((ends, engine.stats().prefixes))
+    };
+    let both = |calls: isize| -> Result<Vec<_>> {
+        std::thread::scope(|scope| {
+            let run = &run;
+            let ranks: Vec<_> =
+                LocalRank::group(2).into_iter().map(|rank| scope.spawn(move || run(rank, calls))).collect();
+            ranks.into_iter().map(|rank| rank.join().expect("no panic")).collect()
+        })
+    };
+    let want = both(-1)?;
+    assert_eq!((&want[0].0[0].1, want[0].1.reused), (&vec![20, 105], 128));
+    for (calls, snapshots, reused) in [(0, &[][..], 64), (1, &[20, 105][..], 64), (2, &[20][..], 128)] {
+        let got = both(calls)?;
+        assert_eq!(got[0], got[1], "snapshot {calls}");
+        assert_eq!((&got[0].0[0].1[..], got[0].1.reused), (snapshots, reused), "snapshot {calls}");
+        assert_eq!(got[0].0[1..], want[0].0[1..], "snapshot {calls}");
     }
     Ok(())
 }

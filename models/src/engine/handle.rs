@@ -27,8 +27,9 @@ pub struct EngineHandle {
 pub struct Submitted {
     /// For [`EngineHandle::cancel`].
     pub id: RequestId,
-    /// Its events, [`Event::Finished`] last: `recv().await` for a task of any runtime, `blocking_recv()` for a thread. Dropping the
-    /// receiver cancels the request after the next step.
+    /// Its events, [`Event::Finished`] last: `recv().await` for a task of any runtime, `blocking_recv()` for a thread. Without that
+    /// event they end where [`EngineHandle::stop`] ends the engine or [`EngineMessages::drive`] fails. Dropping the receiver cancels the
+    /// request after the next step.
     pub events: UnboundedReceiver<Event>,
 }
 
@@ -41,8 +42,9 @@ pub struct Submission {
     pub request: MakeRequest,
     /// Receives the id, or why the request was refused. False, where the submitter has gone, cancels the request.
     pub answer: Box<dyn FnOnce(Result<RequestId>) -> bool + Send>,
-    /// Called after each step with the request's events of that step, which may be none; [`Event::Finished`] comes last. False, where
-    /// the receiver has gone, cancels the request.
+    /// Called after each step with the request's events of that step, which may be none; [`Event::Finished`] comes last. It is dropped
+    /// without that event where [`EngineHandle::stop`] ends the engine or [`EngineMessages::drive`] fails. False, where the receiver
+    /// has gone, cancels the request.
     pub events: Box<dyn FnMut(Vec<Event>) -> bool + Send>,
 }
 
@@ -93,7 +95,8 @@ enum Command {
     Step,
 }
 
-/// The first rank's way to the engines of the others; empty where it is alone.
+/// The first rank's way to the engines of the others; empty where it is alone. With others a request with [`Request::resume`] is
+/// refused: the snapshot is one of the first rank's shard.
 #[derive(Default)]
 pub struct Followers(Vec<Sender<Command>>);
 
@@ -225,7 +228,7 @@ impl EngineHandle {
         let _ = self.messages.send(Message::Cancel(id));
     }
 
-    /// Ends the engine's thread before the next step, with all requests.
+    /// Ends the engine's thread before the next step, with all requests: they get no [`Event::Finished`].
     pub fn stop(&self) {
         let _ = self.messages.send(Message::Stop);
     }
@@ -239,7 +242,7 @@ impl EngineMessages {
     /// Runs the engine on this thread until it is stopped, or all handles are dropped and nothing is left to do.
     ///
     /// # Errors
-    /// As [`Engine::step`], or when a rank has ended.
+    /// As [`Engine::step`], or when a rank has ended. Requests that run get no [`Event::Finished`] then: another engine may take them.
     pub fn drive<M: Borrow<CausalLm>>(
         self,
         engine: Engine<M>,
@@ -290,6 +293,10 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
 
     fn submit(&mut self, Submission { request, answer, events }: Submission) -> Result<()> {
         let id = match request(self.engine.model()) {
+            // The other ranks cannot restore it, and would part from this one.
+            Ok(Request { resume: Some(_), .. }) if !self.followers.0.is_empty() => Err(Error::Msg(
+                "Engine: request: resume: expected none with several ranks, got a snapshot of one".into(),
+            )),
             Ok(request) => {
                 self.followers.send(|| Command::Submit(Arc::new(request.clone())))?;
                 let tokens = request.tokens.len();

@@ -10,7 +10,8 @@ mod tests;
 /// Values for prefixes of token sequences that end at multiples of a block of tokens, up to a budget of bytes; those
 /// that were used longest ago go first.
 ///
-/// A plain structure on the host: what a value is, and what it holds on which device, is for the caller.
+/// A plain structure on the host: what a value is, and what it holds on which device, is for the caller. Values may share memory,
+/// of which each part counts once.
 ///
 /// Prefixes are found by a hash of their blocks and then compared token by token, so that no collision gives the value of
 /// other tokens. The tokens are kept once a block: a prefix refers to the one a block shorter, which stays as long as
@@ -20,8 +21,10 @@ pub(crate) struct PrefixCache<V> {
     /// Tokens of a block.
     pub block: usize,
     budget: usize,
-    /// Bytes of all values together, as [`Self::insert`] was given.
+    /// Bytes of all parts of the values.
     pub bytes: usize,
+    /// By the number of a part: how many values have it.
+    parts: HashMap<usize, usize>,
     nodes: HashMap<u64, Node<V>>,
     /// By the hash of the prefix: nodes that may be it.
     by_hash: HashMap<u64, Vec<u64>>,
@@ -49,7 +52,7 @@ struct Node<V> {
 #[derive(Debug)]
 struct Held<V> {
     value: V,
-    bytes: usize,
+    parts: Vec<(usize, usize)>,
     used: u64,
 }
 
@@ -66,6 +69,7 @@ impl<V> PrefixCache<V> {
             block,
             budget,
             bytes: 0,
+            parts: HashMap::new(),
             nodes: HashMap::new(),
             by_hash: HashMap::new(),
             by_use: BTreeMap::new(),
@@ -110,9 +114,10 @@ impl<V> PrefixCache<V> {
         best
     }
 
-    /// Keeps `value` of `bytes` for the prefix `tokens`, in place of one that it had, and drops those used longest ago
-    /// until all are within the budget; `dropped` gets each prefix that is left without a value. Returns whether it was
-    /// kept: a value larger than the whole budget is not, and nothing is dropped for it but what the prefix had.
+    /// Keeps `value` for the prefix `tokens`, in place of one that it had, and drops those used longest ago until all are within
+    /// the budget; `dropped` gets each prefix that is left without a value. `parts` is the memory of the value: the number and the
+    /// bytes of each part, which values may share. Returns whether the value was kept: one larger than the whole budget is not, and
+    /// nothing is dropped for it but what the prefix had.
     ///
     /// # Errors
     /// When `tokens` is empty or does not end at a block.
@@ -120,7 +125,7 @@ impl<V> PrefixCache<V> {
         &mut self,
         tokens: &[u32],
         value: V,
-        bytes: usize,
+        parts: Vec<(usize, usize)>,
         mut dropped: impl FnMut(Vec<u32>),
     ) -> Result<bool> {
         if tokens.is_empty() || !tokens.len().is_multiple_of(self.block) {
@@ -140,18 +145,22 @@ impl<V> PrefixCache<V> {
         }
         let Some(id) = node else { return Ok(false) };
         let had_one = self.take_value(id);
-        let keep = bytes <= self.budget;
+        let keep = parts.iter().map(|(_, bytes)| bytes).sum::<usize>() <= self.budget;
         if !keep && had_one {
             dropped(tokens.to_vec());
         }
         if keep {
             self.clock += 1;
             let used = self.clock;
+            for (part, bytes) in &parts {
+                let values = self.parts.entry(*part).or_insert(0);
+                self.bytes += if *values == 0 { *bytes } else { 0 };
+                *values += 1;
+            }
             if let Some(node) = self.nodes.get_mut(&id) {
-                node.value = Some(Held { value, bytes, used });
+                node.value = Some(Held { value, parts, used });
             }
             self.by_use.insert(used, id);
-            self.bytes += bytes;
             self.evict(dropped);
         }
         self.prune(id);
@@ -199,7 +208,14 @@ impl<V> PrefixCache<V> {
     fn take_value(&mut self, id: u64) -> bool {
         let Some(held) = self.nodes.get_mut(&id).and_then(|node| node.value.take()) else { return false };
         self.by_use.remove(&held.used);
-        self.bytes -= held.bytes;
+        for (part, bytes) in held.parts {
+            let Some(values) = self.parts.get_mut(&part) else { continue };
+            *values -= 1;
+            if *values == 0 {
+                self.parts.remove(&part);
+                self.bytes -= bytes;
+            }
+        }
         true
     }
 

@@ -74,12 +74,19 @@ impl<V> Prefixes<V> {
         Some(found)
     }
 
-    /// Keeps the state after `prefix`; false where it is larger than the budget. Reports what is new and what was dropped.
-    pub fn keep(&mut self, prefix: &[u32], state: V, bytes: usize, events: &mut Vec<Event>) -> Result<bool> {
+    /// Keeps the state after `prefix`, whose memory has these parts (see [`PrefixCache::insert`]); false where it is larger than the
+    /// budget. Reports what is new and what was dropped.
+    pub fn keep(
+        &mut self,
+        prefix: &[u32],
+        state: V,
+        parts: Vec<(usize, usize)>,
+        events: &mut Vec<Event>,
+    ) -> Result<bool> {
         let Some(cache) = &mut self.cache else { return Ok(true) };
         let is_new = cache.peek(prefix) < prefix.len();
         let drop = |tokens| events.push(Event::PrefixDropped { tokens });
-        let kept = cache.insert(prefix, state, bytes, drop)?;
+        let kept = cache.insert(prefix, state, parts, drop)?;
         if kept && is_new {
             events.push(Event::PrefixKept { tokens: prefix.to_vec() });
         }

@@ -191,8 +191,8 @@ impl Prompts {
                 cuts.retain(|cut| cut != done);
                 // Without memory for it, the other prompts are fed whole.
                 let Ok(snapshot) = cx.snapshot(row.sequence) else { continue };
-                let (tokens, bytes) = (*done, snapshot.size_in_bytes());
-                let kept = self.prefixes.keep(&row.tokens[..tokens], snapshot, bytes, cx.events)?;
+                let (tokens, bytes, parts) = (*done, snapshot.size_in_bytes(), snapshot.parts().collect());
+                let kept = self.prefixes.keep(&row.tokens[..tokens], snapshot, parts, cx.events)?;
                 if !kept && !std::mem::replace(&mut self.warned_too_large, true) {
                     cx.events.push(Event::PrefixTooLarge { tokens, bytes });
                 }

@@ -24,7 +24,7 @@ pub struct Request {
     /// [`MOST_LOGPROBS`](Self::MOST_LOGPROBS).
     pub logprobs: Option<usize>,
     /// A sequence that the prompt continues. Its tokens are the first of [`tokens`](Self::tokens), fewer than all, and
-    /// are not fed again.
+    /// are not fed again. With [`Followers`](super::Followers) none is possible, as a snapshot is one of a single rank.
     pub resume: Option<Arc<SequenceSnapshot>>,
     /// After this many tokens of the prompt the engine makes a snapshot ([`Event::Snapshot`](super::Event::Snapshot)), if they
     /// are fed.

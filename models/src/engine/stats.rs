@@ -104,6 +104,6 @@ pub struct PrefixTally {
     pub hits: u64,
     /// Requests that found none.
     pub misses: u64,
-    /// Bytes held now.
+    /// Bytes held now; keys and values that several states share count once.
     pub bytes: usize,
 }

@@ -297,14 +297,38 @@ fn prompts_wait_for_what_they_share() {
     assert!(!prefixes.will_keep(&b, [(&a[..], &[4][..])].into_iter()), "not kept");
     assert_eq!(prefixes.find(&a), None);
     let mut events = vec![];
-    assert!(prefixes.keep(&a[..2], "two", 60, &mut events).unwrap());
+    assert!(prefixes.keep(&a[..2], "two", vec![(2, 60)], &mut events).unwrap());
     assert!(!prefixes.will_keep(&b, [(&a[..], &[2, 4][..])].into_iter()), "it is there");
     assert_eq!(prefixes.find(&b), Some((2, &"two")));
-    assert!(!prefixes.keep(&a[..4], "four", 1 << 20, &mut events).unwrap(), "more than the budget");
+    assert!(!prefixes.keep(&a[..4], "four", vec![(4, 1 << 20)], &mut events).unwrap(), "more than the budget");
     assert_eq!(prefixes.tally(), PrefixTally { reused: 2, asked: 9, hits: 1, misses: 1, bytes: 60 });
     let mut none = Prefixes::new(2, 0, 0).unwrap();
-    assert_eq!((none.keep(&a[..2], 0, 1, &mut events).unwrap(), none.find(&a)), (true, None));
+    assert_eq!((none.keep(&a[..2], 0, vec![(0, 1)], &mut events).unwrap(), none.find(&a)), (true, None));
     assert!(!none.will_keep(&b, [(&a[..], &[2][..])].into_iter()));
+}
+
+/// Two states are kept of one prompt: the keys and values of the shorter prefix are those of the longer one too.
+#[test]
+fn shared_keys_and_values_count_once() -> Result<()> {
+    let (model, prompt) = (model(0.1)?, (0..150).map(|i| i % VOCAB as u32).collect::<Vec<_>>());
+    let draft_depth = DraftDepth::Fixed(0);
+    let options = EngineOptions { prefix_cache: 1 << 24, draft_depth, ..EngineOptions::new(3, 200) };
+    let mut engine = Engine::new(&model, options)?;
+    [150, 140, 70].into_iter().try_for_each(|len| engine.submit(Request::new(prompt[..len].to_vec(), 1)).map(drop))?;
+    while !engine.is_idle() {
+        engine.step()?;
+    }
+    let mut pool = model.new_sequences(1, 200)?;
+    pool.drop_head();
+    let s = pool.begin()?;
+    let mut snapshot = |tokens: &[u32]| {
+        model.feed_only(&mut pool, &[(s, tokens)])?;
+        pool.snapshot(s)
+    };
+    let (short, long) = (snapshot(&prompt[..64])?, snapshot(&prompt[64..128])?);
+    let prefixes = engine.stats().prefixes;
+    assert_eq!((prefixes.reused, prefixes.bytes), (128 + 64, short.size_in_bytes() + long.bytes_added()));
+    Ok(())
 }
 
 #[test]
@@ -328,8 +352,8 @@ fn the_last_prompts_stand_for_those_to_come() {
 fn what_is_kept_and_dropped_is_reported() {
     let mut prefixes = Prefixes::new(2, 100, 0).unwrap();
     let mut reported = |prefix: &[u32], bytes| {
-        let mut events = vec![];
-        prefixes.keep(prefix, (), bytes, &mut events).unwrap();
+        let (mut events, parts) = (vec![], vec![(prefix.iter().sum::<u32>() as usize, bytes)]);
+        prefixes.keep(prefix, (), parts, &mut events).unwrap();
         let prefixes = events.into_iter().map(|event| match event {
             Event::PrefixKept { tokens } => (true, tokens),
             Event::PrefixDropped { tokens } => (false, tokens),

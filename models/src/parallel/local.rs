@@ -105,6 +105,10 @@ impl Collective for LocalRank {
     fn all_gather(&self, x: &Tensor) -> Result<Tensor> {
         Tensor::stack(&self.exchange(x)?, 0)
     }
+
+    fn is_lost(&self) -> bool {
+        self.shared.lock().gone
+    }
 }
 
 impl Drop for LocalRank {

@@ -13,6 +13,8 @@ mod config;
 mod local;
 #[cfg(feature = "nccl")]
 mod nccl;
+#[cfg(any(feature = "nccl", test))]
+mod pending;
 mod shards;
 mod vocabulary;
 mod weights;
@@ -55,6 +57,11 @@ pub trait Collective: std::fmt::Debug + Send + Sync {
     /// When a rank is gone.
     fn settle(&self) -> Result<()> {
         Ok(())
+    }
+
+    /// Whether a rank is gone for good: every later call is an error.
+    fn is_lost(&self) -> bool {
+        false
     }
 }
 

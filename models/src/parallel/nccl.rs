@@ -3,16 +3,17 @@
 //! The library is loaded when a group is made, not when the program is linked or started: builds do not need it, and its
 //! absence is an error for several GPUs only.
 
+use super::pending::Pending;
 use super::Collective;
 use candle_core::backend::BackendStorage;
-use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult};
+use candle_core::cuda_backend::cudarc::driver::sys::{cuStreamQuery, CUresult, CUstreamCaptureStatus};
 use candle_core::cuda_backend::cudarc::driver::CudaStream;
 use candle_core::{bail, CudaStorage, DType, Device, Error, Layout, Result, Shape, Tensor};
 use candle_gdn_core::device::cuda::{alloc, read, stream_of, write};
 use libloading::Library;
 use std::ffi::{c_char, c_int, c_void, CStr};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{mpsc, Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{mpsc, Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 const OP: &str = "NCCL";
@@ -96,7 +97,7 @@ impl NcclId {
 
 /// A rank that is a GPU, with a host thread or process of its own. Its calls go to the device's stream and can be
 /// captured as part of a CUDA graph. Kernels of NCCL wait for the other ranks for ever: if one is gone, a thread of the
-/// host aborts them after a limit, and every later call is an error.
+/// host aborts them after a limit, and every later call is an error. Other work may take as long as it likes.
 #[derive(Debug)]
 pub struct NcclRank {
     rank: usize,
@@ -107,10 +108,9 @@ pub struct NcclRank {
 
 #[derive(Debug)]
 struct Communicator {
-    /// Made by `comm_init_rank`. NCCL allows calls from any thread, one at a time: they hold `last`.
+    /// Made by `comm_init_rank`. NCCL allows calls from any thread, one at a time: they hold `pending`.
     comm: Comm,
-    /// When the last call began.
-    last: Mutex<Instant>,
+    pending: Mutex<Pending>,
     /// A rank did not answer within the limit, and the communicator was aborted.
     gone: AtomicBool,
     limit_ms: AtomicU64,
@@ -132,7 +132,7 @@ impl Communicator {
         api.check(&format!("rank {rank} of {size}"), code)?;
         Ok(Self {
             comm,
-            last: Mutex::new(Instant::now()),
+            pending: Mutex::default(),
             gone: AtomicBool::new(false),
             limit_ms: AtomicU64::new(limit.as_millis() as u64),
             stream,
@@ -150,13 +150,22 @@ impl Communicator {
         Duration::from_millis(self.limit_ms.load(Ordering::Relaxed))
     }
 
+    fn pending(&self) -> MutexGuard<'_, Pending> {
+        self.pending.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// `call` on the communicator, which no other thread uses meanwhile.
-    fn with<R>(&self, call: impl FnOnce(&'static Api, Comm) -> Result<R>) -> Result<R> {
-        let mut last = self.last.lock().unwrap_or_else(PoisonError::into_inner);
-        *last = Instant::now();
+    fn with(&self, call: impl FnOnce(&'static Api, Comm) -> Result<()>) -> Result<()> {
+        let mut pending = self.pending();
         self.check()?;
         // A call that the watching thread aborted fails with an error of NCCL's own.
-        call(Api::get()?, self.comm).map_err(|e| self.check().err().unwrap_or(e))
+        call(Api::get()?, self.comm).map_err(|e| self.check().err().unwrap_or(e))?;
+        // A captured call waits for nobody until its graph is launched, after which the ranks settle.
+        let status = self.stream.capture_status().map_err(Error::wrap)?;
+        if status == CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE {
+            pending.begin(Instant::now());
+        }
+        Ok(())
     }
 
     /// Watches on a thread of its own, until the communicator is dropped.
@@ -168,11 +177,11 @@ impl Communicator {
             std::thread::sleep(PATIENCE / 5);
             let Some(communicator) = watched.upgrade() else { return };
             // A call holds the lock while it waits for room in the stream, which kernels that wait for a rank occupy.
-            let free = communicator.last.try_lock();
-            let waits = match &free {
-                Ok(last) => {
+            let mut free = communicator.pending.try_lock();
+            let waits = match &mut free {
+                Ok(pending) => {
                     blocked = None;
-                    last.elapsed() > communicator.limit() && communicator.is_busy()
+                    pending.are_late(Instant::now(), communicator.limit(), || communicator.is_busy())
                 }
                 Err(_) => blocked.get_or_insert_with(Instant::now).elapsed() > communicator.limit().max(PATIENCE),
             };
@@ -257,7 +266,7 @@ impl NcclRank {
         Ok(Self { rank, size, device: device.clone(), comm })
     }
 
-    /// How long the ranks wait for one that does not make a call, 60 seconds by default: longer than any pass.
+    /// How long a rank's call waits for the other ranks, 60 seconds by default: longer than any pass.
     pub fn with_limit(self, limit: Duration) -> Self {
         self.comm.limit_ms.store(limit.as_millis() as u64, Ordering::Relaxed);
         self
@@ -326,12 +335,19 @@ impl Collective for NcclRank {
 
     fn settle(&self) -> Result<()> {
         let done = self.comm.stream.record_event(None).map_err(Error::wrap)?;
-        self.comm.with(|_, _| Ok(()))?; // the watching thread's limit starts here
+        self.comm.check()?;
+        let begun = Instant::now();
+        self.comm.pending().begin(begun);
         while !done.try_is_complete().map_err(Error::wrap)? {
             std::thread::yield_now();
         }
+        self.comm.pending().finish(begun);
         // Results of aborted kernels must not be used.
         self.comm.check()
+    }
+
+    fn is_lost(&self) -> bool {
+        self.comm.gone.load(Ordering::Acquire)
     }
 }
 

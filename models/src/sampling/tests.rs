@@ -29,6 +29,16 @@ impl Rng {
     }
 }
 
+/// The CPU, and the GPU where there is one.
+fn devices() -> Vec<Device> {
+    let devices = [
+        Some(Device::Cpu),
+        #[cfg(feature = "cuda")]
+        candle_gdn_core::device::cuda::testing::device(),
+    ];
+    devices.into_iter().flatten().collect()
+}
+
 fn tensor(logits: &[Vec<f32>], device: &Device) -> Result<Tensor> {
     Tensor::from_vec(logits.concat(), (logits.len(), logits[0].len()), device)
 }
@@ -154,6 +164,18 @@ fn min_p_keeps_what_is_likely_enough() {
     assert_eq!(drawn(&[10., 1.2, 0.9, 0.2], &penalised), [0, 1, 2]);
 }
 
+/// `top_k` keeps one of two equal tokens, and `min_p`, whose bound is the next number above both, not even that.
+#[test]
+fn min_p_drops_ties_that_top_k_kept() -> Result<()> {
+    let sampling = Sampling { temperature: 1., top_k: 2, min_p: 0.006_737_948_696_192_747, ..Sampling::default() };
+    let choices: Vec<Choice> = (0..2000).map(|seed| sampling.choice(seed, 0, 100, &[0], &[])).collect();
+    for device in devices() {
+        let drawn = draw(&Sampler::new(&device)?, &vec![vec![10., 5., 5.]; choices.len()], &choices, &device)?;
+        assert!(drawn.iter().all(|id| *id == Some(0)), "{:?}", device.location());
+    }
+    Ok(())
+}
+
 #[test]
 fn penalties_are_of_the_last_tokens() {
     let penalty = |last_n| Sampling { repeat_penalty: 2., repeat_last_n: last_n, ..Sampling::default() };
@@ -241,11 +263,6 @@ fn log_probabilities_are_of_the_logits() -> Result<()> {
 /// Penalties and weights are of the numbers in f32, whatever they lie in.
 #[test]
 fn every_dtype_gives_the_same_tokens() -> Result<()> {
-    let devices = [
-        Some(Device::Cpu),
-        #[cfg(feature = "cuda")]
-        candle_gdn_core::device::cuda::testing::device(),
-    ];
     let mut rng = Rng(crate::SplitMix64::new(11));
     let (rows, vocab) = (40, 1500);
     let logits: Vec<Vec<f32>> = (0..rows).map(|_| (0..vocab).map(|_| (2. * rng.normal()) as f32).collect()).collect();
@@ -263,7 +280,7 @@ fn every_dtype_gives_the_same_tokens() -> Result<()> {
         let narrow = tensor(&logits, &Device::Cpu)?.to_dtype(dtype)?;
         let want = draw_of(&Sampler::new(&Device::Cpu)?, &narrow.to_dtype(DType::F32)?, &choices)?;
         assert!(want.iter().all(Option::is_some));
-        for device in devices.iter().flatten() {
+        for device in &devices() {
             let (sampler, there) = (Sampler::new(device)?, narrow.to_device(device)?);
             let drawn = draw_of(&sampler, &there.copy()?, &choices)?;
             assert_eq!(drawn, want, "{dtype:?} on {:?}", device.location());

@@ -56,6 +56,7 @@ impl ModelGraph {
         }
         let device = pool.device.clone();
         let graph = capture(op, &device, || work(pool))?;
+        model.settle()?; // the runs before the capture
         let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group.clone());
         Ok(Self { graph, _group: group, captured_for: (model.id, pool.memory) })
     }
@@ -123,14 +124,16 @@ impl CapturedStep {
             *self = Self::new(model, pool, self.batch, None)?;
         }
         let slots = self.run(model, pool, &sequences, |buffers| buffers.load_ids(&ids))?;
-        slots.iter().zip(ids.chunks(1)).for_each(|(slot, id)| pool.record_tokens(*slot, id));
         if let Some(hidden) = self.buffers.hidden(slots.len())? {
             pool.feed_head(model, &slots, ids.chunks(1), &hidden, &hidden)?;
         }
-        self.buffers.logits(sequences.len())
+        let logits = self.buffers.logits(slots.len())?;
+        end_step(model, pool, &slots)?;
+        slots.iter().zip(ids.chunks(1)).for_each(|(slot, id)| pool.record_tokens(*slot, id));
+        Ok(logits)
     }
 
-    /// A step of the sequences, whose ids `load` uploads. Returns their slots.
+    /// A step of the sequences, whose ids `load` uploads. Returns their slots; [`end_step`] follows when nothing can fail any more.
     fn run(
         &mut self,
         model: &CausalLm,
@@ -149,10 +152,15 @@ impl CapturedStep {
         let held = self.buffers.begin();
         self.graph.launch()?;
         self.buffers.end(held, slots.len());
-        model.settle()?;
-        pool.end_write(&slots, &vec![1; slots.len()]);
         Ok(slots)
     }
+}
+
+/// The sequences in the slots have a token more.
+fn end_step(model: &CausalLm, pool: &mut SequencePool, slots: &[usize]) -> Result<()> {
+    model.settle()?;
+    pool.end_write(slots, &vec![1; slots.len()]);
+    Ok(())
 }
 
 impl StepGraph for CapturedStep {
@@ -170,7 +178,7 @@ impl StepGraph for CapturedStep {
         let (is_valid, Some(drawing)) = (self.graph.is_valid(model, pool), &self.drawing) else {
             bail!("{OP}: expected a step that draws")
         };
-        match choices {
+        let slots = match choices {
             Some(choices) => {
                 let ids: Vec<u32> = choices.iter().map(|choice| choice.last).collect();
                 model.check_ids(OP, [&ids[..]].into_iter())?;
@@ -178,17 +186,19 @@ impl StepGraph for CapturedStep {
                     let (sampler, logprobs) = (drawing.sampler.clone(), drawing.logprobs);
                     *self = Self::new(model, pool, self.batch, Some((&sampler, logprobs)))?;
                 }
-                self.run(model, pool, sequences, |buffers| buffers.load_choices(choices))?;
+                self.run(model, pool, sequences, |buffers| buffers.load_choices(choices))?
             }
             None if !is_valid => bail!("{OP}: expected the pool of the step before, as it was"),
             None => {
                 let slots = self.run(model, pool, sequences, |_| Ok(()))?;
                 // The hidden states of the step before are overwritten.
                 pool.skip_head(&slots);
+                slots
             }
-        }
+        };
         let Some(drawing) = &mut self.drawing else { bail!("{OP}: expected a step that draws") };
         let readback = drawing.readbacks.send(&self.buffers.drawn()?)?;
+        end_step(model, pool, &slots)?;
         Ok(Box::new(PendingTokens { readback, sequences: sequences.len(), layout: Layout::Single }))
     }
 

@@ -53,11 +53,16 @@ impl SequenceSnapshot {
 
     /// Bytes of device memory that it keeps, those it shares with others included.
     pub fn size_in_bytes(&self) -> usize {
-        self.states_bytes() + self.segments.iter().map(|segment| segment.size_in_bytes()).sum::<usize>()
+        self.parts().map(|(_, bytes)| bytes).sum()
     }
 
-    /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last segment. The budget of a
-    /// cache that holds all of a prompt's checkpoints is kept by this number.
+    /// These by part: its address, which no other part has, and its bytes. Each segment is a part, and the snapshot has the states.
+    pub(crate) fn parts(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let segments = self.segments.iter().map(|segment| (Arc::as_ptr(segment).addr(), segment.size_in_bytes()));
+        std::iter::once((std::ptr::from_ref(self).addr(), self.states_bytes())).chain(segments)
+    }
+
+    /// Bytes that it adds to a shorter snapshot of the same sequence: its states and the last segment.
     pub fn bytes_added(&self) -> usize {
         self.states_bytes() + self.segments.last().map_or(0, |segment| segment.size_in_bytes())
     }

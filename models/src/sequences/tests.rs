@@ -4,9 +4,11 @@ use super::StateLayout;
 use crate::causal_lm::CausalLm;
 use crate::config::ModelConfig;
 use crate::loader::DraftHeadChoice;
+use crate::parallel::{shard_of, Collective};
 use candle_core::{DType, Device, Result, Tensor, D};
 use candle_nn::VarBuilder;
 use std::collections::HashMap;
+use std::sync::Arc;
 
 pub(crate) const VOCAB: usize = 24;
 const HIDDEN: usize = 16;
@@ -14,6 +16,18 @@ const HIDDEN: usize = 16;
 /// Two Gated DeltaNet and two softmax layers with random matrices of this size. Where it is small, the next token depends on the
 /// last one above all, and the draft head of such a model predicts it.
 pub(crate) fn model(size: f64) -> Result<CausalLm> {
+    let vb = VarBuilder::from_tensors(weights(size)?, DType::F32, &Device::Cpu);
+    CausalLm::loader(&config()?).draft_head(DraftHeadChoice::On).load(vb)
+}
+
+/// A rank's shard of such a model.
+pub(crate) fn shard(weights: HashMap<String, Tensor>, group: Arc<dyn Collective>) -> Result<CausalLm> {
+    let (config, vb) = (config()?, VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu));
+    let vb = shard_of(vb, &config, &*group)?;
+    CausalLm::loader(&config).group(group).load(vb)
+}
+
+fn config() -> Result<ModelConfig> {
     let json = serde_json::json!({
         "model_type": "qwen3_next", "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": 24,
         "num_hidden_layers": 4,
@@ -23,6 +37,10 @@ pub(crate) fn model(size: f64) -> Result<CausalLm> {
         "partial_rotary_factor": 0.25, "tie_word_embeddings": false, "linear_conv_kernel_dim": 4,
         "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
     });
+    ModelConfig::from_json(&json.to_string())
+}
+
+pub(crate) fn weights(size: f64) -> Result<HashMap<String, Tensor>> {
     let mut weights = HashMap::new();
     let mut add = |name: String, dims: &[usize]| -> Result<()> {
         let size = if name.contains("_proj") { size as f32 } else { 0.4 };
@@ -69,9 +87,7 @@ pub(crate) fn model(size: f64) -> Result<CausalLm> {
     weights.insert("mtp.pre_fc_norm_embedding.weight".into(), Tensor::zeros(HIDDEN, DType::F32, &Device::Cpu)?);
     weights.insert("mtp.pre_fc_norm_hidden.weight".into(), Tensor::randn(0f32, 0.4, HIDDEN, &Device::Cpu)?);
     weights.insert("mtp.norm.weight".into(), weights["model.norm.weight"].clone());
-    let config = ModelConfig::from_json(&json.to_string())?;
-    let vb = VarBuilder::from_tensors(weights, DType::F32, &Device::Cpu);
-    CausalLm::loader(&config).draft_head(DraftHeadChoice::On).load(vb)
+    Ok(weights)
 }
 
 #[track_caller]

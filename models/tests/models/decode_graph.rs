@@ -1,10 +1,12 @@
 //! A decode step as a CUDA graph against the same step without; on the CPU that it says it cannot be.
 
+use crate::faults::Faulty;
 use crate::golden::{argmax, DEMO};
 use crate::sequences::{assert_near, model, on_each, tokens, want};
 use crate::support::{devices, gpus, refused, rel_rms, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
-use candle_gdn_models::{CausalLm, DecodeGraph, Sequence, SequencePool};
+use candle_gdn_models::{shard_of, CausalLm, Collective, DecodeGraph, DraftHeadChoice, Sequence, SequencePool};
+use std::sync::Arc;
 
 #[test]
 fn refused_on_the_cpu() -> Result<()> {
@@ -146,6 +148,37 @@ fn in_bf16_too() -> Result<()> {
                 assert!(error <= 2e-2, "step {step}: {error}");
             }
         }
+    }
+    Ok(())
+}
+
+/// What fails after the launch, here where waiting hidden states enter the draft head's cache, breaks the sequence, which is no
+/// longer than before.
+#[test]
+fn a_step_that_fails_advances_no_sequence() -> Result<()> {
+    for device in &gpus(single_stream_devices()) {
+        let (config, group) = (DEMO.config()?, Faulty::new(None));
+        let (weights, rank) = (shard_of(DEMO.weights(DType::F32, device)?, &config, &*group)?, group.clone());
+        let loader = CausalLm::loader(&config).group(rank as Arc<dyn Collective>);
+        let model = loader.draft_head(DraftHeadChoice::On).load(weights)?;
+        let mut pool = model.new_sequences(1, 128)?;
+        let mut graph = DecodeGraph::capture(&model, &mut pool, 1)?;
+        let s = pool.begin()?;
+        model.feed_only(&mut pool, &[(s, &[1, 2, 3])])?;
+        let snapshot = pool.snapshot(s)?;
+        let failed = (3..100).find_map(|len| {
+            // A step without a pass of the head makes one call.
+            group.after(1, false);
+            let error = graph.step(&model, &mut pool, &[(s, 4)]).err()?;
+            Some((len, error.to_string()))
+        });
+        let (len, error) = failed.expect("the head's cache is filled now and then");
+        assert!(error.contains("a fault on purpose"), "{error}");
+        assert_eq!(pool.len(s)?, len);
+        refused(graph.step(&model, &mut pool, &[(s, 4)]), &["failed half-way"]);
+        pool.restore(s, &snapshot)?;
+        let logits = graph.step(&model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
+        assert_near(&logits, &want(&model, &[1, 2, 3, 4])?, "restored");
     }
     Ok(())
 }

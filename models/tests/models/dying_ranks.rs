@@ -3,7 +3,9 @@
 use crate::faults::Faulty;
 use crate::parallel::{four_heads, parts_of};
 use candle_core::Result;
-use candle_gdn_models::{CausalLm, Collective, LocalRank};
+use candle_gdn_models::{
+    CausalLm, Collective, Engine, EngineHandle, EngineOptions, Followers, LocalRank, Request, Submission,
+};
 use std::sync::{mpsc, Arc};
 use std::time::{Duration, Instant};
 
@@ -74,6 +76,30 @@ fn a_thread_that_goes_at_any_call_is_an_error() -> Result<()> {
     Ok(())
 }
 
+/// The engine does not go on to answer all requests with errors: `drive` returns.
+#[test]
+fn an_engine_ends_with_its_group() -> Result<()> {
+    let (tiny, mut ranks) = (four_heads(), LocalRank::group(2));
+    let (second, first) = (ranks.pop(), ranks.remove(0));
+    let model = parts_of(&tiny, Arc::new(first))?;
+    drop(second);
+    let mut engine = Engine::new(&model, EngineOptions::new(1, 64))?;
+    engine.submit(Request::new(vec![3, 1, 4], 5))?;
+    let lost = engine.step().expect_err("an error").to_string();
+    assert!(lost.contains("one is gone"), "{lost}");
+    let ((handle, messages), (sender, events)) = (EngineHandle::new(), mpsc::channel());
+    handle.send(Submission {
+        request: Box::new(|_| Ok(Request::new(vec![3, 1, 4], 5))),
+        answer: Box::new(|id| id.is_ok()),
+        events: Box::new(move |new| sender.send(new).is_ok()),
+    })?;
+    let engine = Engine::new(&model, EngineOptions::new(1, 64))?;
+    let lost = messages.drive(engine, Followers::default(), ()).expect_err("an error").to_string();
+    assert!(lost.contains("one is gone"), "{lost}");
+    assert!(events.iter().next().is_none(), "the request has no end here");
+    Ok(())
+}
+
 #[cfg(feature = "nccl")]
 mod gpus {
     use super::*;
@@ -136,6 +162,30 @@ mod gpus {
             let one = NcclRank::new(NcclId::new()?, 0, 1, device)?;
             let x = Tensor::new(&[1f32, 2.], device)?;
             assert_eq!(one.all_reduce(&x)?.to_vec1::<f32>()?, [1., 2.]);
+        }
+        Ok(())
+    }
+
+    /// Before the first call, as while weights are loaded, and between two: a rank that waits for nobody may work for longer than it
+    /// would wait.
+    #[test]
+    fn a_gpu_that_works_without_calls_is_not_lost() -> Result<()> {
+        let wait = Duration::from_millis(200);
+        for device in &gpus(single_stream_devices()) {
+            let one = NcclRank::new(NcclId::new()?, 0, 1, device)?.with_limit(wait);
+            let (x, wide) = (Tensor::new(&[1f32, 2.], device)?, Tensor::ones((4096, 4096), DType::F32, device)?);
+            for _ in 0..2 {
+                std::thread::sleep(wait * 5);
+                let start = Instant::now();
+                while start.elapsed() < wait * 3 {
+                    let products = [(); 20].map(|()| wide.matmul(&wide));
+                    products.into_iter().collect::<Result<Vec<_>>>()?;
+                    device.synchronize()?;
+                }
+                let sum = one.all_reduce(&x)?;
+                one.settle()?;
+                assert_eq!(sum.to_vec1::<f32>()?, [1., 2.]);
+            }
         }
         Ok(())
     }

@@ -6,8 +6,8 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{
-    shard_of, CausalLm, Collective, DraftHeadChoice, LocalRank, LoraAdapter, SafetensorsFiles, SequencePool,
-    StateLayout,
+    shard_of, CausalLm, Collective, DraftHeadChoice, Engine, EngineHandle, EngineOptions, Event, FinishReason,
+    Followers, LocalRank, LoraAdapter, Request, SafetensorsFiles, SequencePool, StateLayout, Submitted,
 };
 use std::sync::Arc;
 
@@ -140,4 +140,33 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
     assert!(config.split(0).is_err());
     assert_eq!(config.split(1)?, config);
     Ok(())
+}
+
+/// The first rank's snapshot is one of its own shard: the other one would wait for ever for a request that goes on from it.
+#[test]
+fn no_request_resumes_with_followers() -> Result<()> {
+    let ((handle, messages), (followers, mut follow)) = (EngineHandle::new(), Followers::new(1));
+    let engine = |rank: LocalRank| -> Result<Engine<CausalLm>> {
+        Engine::new(parts_of(&four_heads(), Arc::new(rank))?, EngineOptions::new(1, 64))
+    };
+    let (mut ranks, follower) = (LocalRank::group(2), follow.pop().expect("a follower"));
+    let (second, first) = (ranks.remove(1), ranks.remove(0));
+    let second = std::thread::spawn(move || follower.follow(&mut engine(second)?));
+    let first = std::thread::spawn(move || messages.drive(engine(first)?, followers, ()));
+    let events = |mut submitted: Submitted| std::iter::from_fn(move || submitted.events.blocking_recv());
+    let request = Request { snapshot_at: Some(5), ..Request::new(PROMPT.to_vec(), 4) };
+    let snapshot = events(handle.submit(request.clone())?).find_map(|event| match event {
+        Event::Snapshot { snapshot, .. } => Some(snapshot),
+        _ => None,
+    });
+    assert!(snapshot.is_some());
+    refused(
+        handle.submit(Request { resume: snapshot, ..request.clone() }),
+        &["resume: expected none with several ranks"],
+    );
+    let last = events(handle.submit(request)?).last();
+    assert!(matches!(last, Some(Event::Finished { reason: FinishReason::MaxNewTokens, .. })), "{last:?}");
+    drop(handle);
+    first.join().expect("no panic")?;
+    second.join().expect("no panic")
 }

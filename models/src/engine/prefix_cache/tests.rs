@@ -2,32 +2,47 @@
 
 use super::*;
 use proptest::prelude::*;
+use std::collections::BTreeSet;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Parts of a value; the number of a part is its bytes too.
+type Parts = BTreeSet<usize>;
+
+fn numbered(parts: &Parts) -> Vec<(usize, usize)> {
+    parts.iter().map(|part| (*part, *part)).collect()
+}
+
+/// A value that shares nothing with others.
+fn alone(bytes: usize) -> Vec<(usize, usize)> {
+    static NUMBER: AtomicUsize = AtomicUsize::new(0);
+    vec![(NUMBER.fetch_add(1, Ordering::Relaxed), bytes)]
+}
 
 /// Prefixes and values, the one used longest ago first.
 struct Model {
     block: usize,
     budget: usize,
-    entries: Vec<(Vec<u32>, u32, usize)>,
+    entries: Vec<(Vec<u32>, u32, Parts)>,
 }
 
 impl Model {
     fn longest(&self, tokens: &[u32]) -> Option<usize> {
-        let fits = |(prefix, ..): &(Vec<u32>, u32, usize)| tokens.starts_with(prefix);
+        let fits = |(prefix, ..): &(Vec<u32>, u32, Parts)| tokens.starts_with(prefix);
         (0..self.entries.len()).filter(|i| fits(&self.entries[*i])).max_by_key(|i| self.entries[*i].0.len())
     }
 
     fn bytes(&self) -> usize {
-        self.entries.iter().map(|(.., bytes)| bytes).sum()
+        self.entries.iter().flat_map(|(.., parts)| parts).collect::<BTreeSet<_>>().into_iter().sum()
     }
 
     /// Whether it was kept, and the prefixes dropped.
-    fn insert(&mut self, tokens: &[u32], value: u32, bytes: usize) -> (bool, Vec<Vec<u32>>) {
+    fn insert(&mut self, tokens: &[u32], value: u32, parts: Parts) -> (bool, Vec<Vec<u32>>) {
         let before = self.entries.len();
         self.entries.retain(|(prefix, ..)| prefix != tokens);
-        if bytes > self.budget {
+        if parts.iter().sum::<usize>() > self.budget {
             return (false, if self.entries.len() < before { vec![tokens.to_vec()] } else { vec![] });
         }
-        self.entries.push((tokens.to_vec(), value, bytes));
+        self.entries.push((tokens.to_vec(), value, parts));
         let mut dropped = vec![];
         while self.bytes() > self.budget {
             dropped.push(self.entries.remove(0).0);
@@ -38,7 +53,7 @@ impl Model {
 
 #[derive(Debug, Clone)]
 enum Op {
-    Insert { tokens: Vec<u32>, bytes: usize },
+    Insert { tokens: Vec<u32>, parts: Parts },
     Longest(Vec<u32>),
     Peek(Vec<u32>),
 }
@@ -47,7 +62,7 @@ enum Op {
 fn any_ops() -> impl Strategy<Value = (usize, usize, bool, Vec<Op>)> {
     let tokens = || prop::collection::vec(0u32..3, 0..9);
     let op = prop_oneof![
-        6 => (tokens(), 0usize..50).prop_map(|(tokens, bytes)| Op::Insert { tokens, bytes }),
+        6 => (tokens(), prop::collection::btree_set(0usize..30, 0..4)).prop_map(|(tokens, parts)| Op::Insert { tokens, parts }),
         6 => tokens().prop_map(Op::Longest),
         2 => tokens().prop_map(Op::Peek),
     ];
@@ -56,7 +71,8 @@ fn any_ops() -> impl Strategy<Value = (usize, usize, bool, Vec<Op>)> {
 
 fn check_inside<V>(cache: &PrefixCache<V>) {
     let held = || cache.nodes.values().filter_map(|node| node.value.as_ref());
-    assert_eq!(held().map(|held| held.bytes).sum::<usize>(), cache.bytes);
+    let parts: BTreeSet<_> = held().flat_map(|held| &held.parts).copied().collect();
+    assert_eq!((parts.iter().map(|(_, bytes)| bytes).sum(), parts.len()), (cache.bytes, cache.parts.len()));
     assert_eq!(held().count(), cache.by_use.len());
     assert!(cache.bytes <= cache.budget);
     let hashed: usize = cache.by_hash.values().map(Vec::len).sum();
@@ -81,13 +97,13 @@ proptest! {
         let (mut hits, mut misses) = (0, 0);
         for (value, op) in (0u32..).zip(ops) {
             match op {
-                Op::Insert { tokens, bytes } if tokens.is_empty() || !tokens.len().is_multiple_of(model.block) => {
-                    prop_assert!(cache.insert(&tokens, value, bytes, drop).is_err());
+                Op::Insert { tokens, parts } if tokens.is_empty() || !tokens.len().is_multiple_of(model.block) => {
+                    prop_assert!(cache.insert(&tokens, value, numbered(&parts), drop).is_err());
                 }
-                Op::Insert { tokens, bytes } => {
+                Op::Insert { tokens, parts } => {
                     let mut dropped = vec![];
-                    let kept = cache.insert(&tokens, value, bytes, |prefix| dropped.push(prefix)).unwrap();
-                    prop_assert_eq!((kept, dropped), model.insert(&tokens, value, bytes));
+                    let kept = cache.insert(&tokens, value, numbered(&parts), |prefix| dropped.push(prefix)).unwrap();
+                    prop_assert_eq!((kept, dropped), model.insert(&tokens, value, parts));
                 }
                 Op::Longest(tokens) => {
                     let want = model.longest(&tokens);
@@ -119,8 +135,8 @@ proptest! {
 fn a_collision_gives_no_one_elses_value() {
     let mut cache = PrefixCache::new(2, 100).unwrap();
     cache.hash = |_, _| 0;
-    cache.insert(&[1, 2, 3, 4], 'a', 1, drop).unwrap();
-    cache.insert(&[5, 6, 3, 4], 'b', 1, drop).unwrap();
+    cache.insert(&[1, 2, 3, 4], 'a', alone(1), drop).unwrap();
+    cache.insert(&[5, 6, 3, 4], 'b', alone(1), drop).unwrap();
     assert_eq!(cache.longest(&[1, 2, 3, 4]), Some((4, &'a')));
     assert_eq!(cache.longest(&[5, 6, 3, 4]), Some((4, &'b')));
     assert_eq!(cache.longest(&[3, 4, 3, 4]), None);
@@ -132,14 +148,14 @@ fn a_collision_gives_no_one_elses_value() {
 #[test]
 fn a_value_may_go_before_a_longer_one() {
     let mut cache = PrefixCache::new(1, 10).unwrap();
-    cache.insert(&[1], 'a', 6, drop).unwrap();
-    cache.insert(&[1, 2], 'b', 6, drop).unwrap();
+    cache.insert(&[1], 'a', alone(6), drop).unwrap();
+    cache.insert(&[1, 2], 'b', alone(6), drop).unwrap();
     assert_eq!(cache.longest(&[1]), None);
     assert_eq!(cache.longest(&[1, 2, 3]), Some((2, &'b')));
     // What keeps none of its values keeps no tokens.
-    cache.insert(&[9], 'c', 10, drop).unwrap();
+    cache.insert(&[9], 'c', alone(10), drop).unwrap();
     assert_eq!((cache.nodes.len(), cache.by_hash.len()), (1, 1));
-    assert!(!cache.insert(&[1, 2, 3], 'd', 11, drop).unwrap());
+    assert!(!cache.insert(&[1, 2, 3], 'd', alone(11), drop).unwrap());
     assert_eq!((cache.nodes.len(), cache.by_use.len()), (1, 1));
 }
 
@@ -149,10 +165,10 @@ fn values_are_dropped() {
     let value = Rc::new(());
     let mut cache = PrefixCache::new(1, 3).unwrap();
     for token in 0..100 {
-        cache.insert(&[token], value.clone(), 1, drop).unwrap();
+        cache.insert(&[token], value.clone(), alone(1), drop).unwrap();
     }
     assert_eq!(Rc::strong_count(&value), 1 + 3);
-    cache.insert(&[99], value.clone(), 1, drop).unwrap();
+    cache.insert(&[99], value.clone(), alone(1), drop).unwrap();
     assert_eq!(Rc::strong_count(&value), 1 + 3);
     drop(cache);
     assert_eq!(Rc::strong_count(&value), 1);
@@ -164,7 +180,7 @@ fn what_is_refused() {
     assert!(error.starts_with("PrefixCache: block: expected at least 1 token, got 0"), "{error}");
     let mut cache = PrefixCache::new(4, 10).unwrap();
     for len in [0, 3, 5] {
-        let error = cache.insert(&vec![1; len], (), 1, drop).unwrap_err();
+        let error = cache.insert(&vec![1; len], (), vec![], drop).unwrap_err();
         let want = format!("PrefixCache: tokens: expected a positive multiple of 4 (the block), got {len}");
         assert!(error.to_string().starts_with(&want), "{error}");
     }
