@@ -66,10 +66,10 @@ __global__ void __launch_bounds__(kHeads * kRows)
       const uint32_t raw_b = raw_load_any(p.gates.b.ptr, at.offset(p.gates.b, head), p.gates.gate_dtype);
       const float dg = d_log_decays[at.offset(p.d_log_decay, head)], d_beta = d_betas[at.offset(p.d_beta, head)];
       const float a = raw_to_float(raw_a, p.gates.gate_dtype) + dt_bias, b = raw_to_float(raw_b, p.gates.gate_dtype);
-      const float da = rate * sigmoid(a) * dg, db = d_beta * (p.gates.beta_scale * sigmoid(b) * sigmoid(-b));
+      // A gate so large that nothing is left of the state has no gradient, though its decay or rate is infinite.
+      const float da = dg != 0.f ? rate * sigmoid(a) * dg : 0.f, db = d_beta * (p.gates.beta_scale * sigmoid(b) * sigmoid(-b));
       store_any(p.d_a.ptr, at.offset(p.d_a, head), p.gates.gate_dtype, da);
       store_any(p.d_b.ptr, at.offset(p.d_b, head), p.gates.gate_dtype, db);
-      // An `a` so large that nothing is left of the state has no gradient, though its decay is infinite.
       if (dg != 0.f) d_a_log = fmaf(dg, rate * softplus(a), d_a_log);
       d_dt_bias += da;
     });
