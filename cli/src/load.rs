@@ -59,9 +59,9 @@ pub struct ModelArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub load_format: LoadFormat,
 
-    /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too
-    #[arg(long, default_value = "main")]
-    pub revision: String,
+    /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too [default: main]
+    #[arg(long)]
+    pub revision: Option<String>,
 
     /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
     #[arg(long, value_parser = quantised())]
