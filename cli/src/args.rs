@@ -88,7 +88,7 @@ pub struct PromptArgs {
     /// Talk: each line of the input is a message, and the model remembers what was said. /reset starts again, /quit or
     /// the end of the input ends; Ctrl-C stops an answer, and twice the program. Without a chat template the lines and
     /// their completions are one text
-    #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "prompts_file"])]
+    #[arg(long, conflicts_with_all = ["prompt", "prompt_file", "prompts_file", "batch", "prefix_cache", "prefix_block"])]
     pub interactive: bool,
 
     /// N made-up tokens for a prompt, --batch times (or once), to see how long it takes: no text is printed, and no
@@ -167,7 +167,8 @@ pub struct SamplingOptions {
     #[arg(long, allow_negative_numbers = true, value_parser = penalty)]
     pub repeat_penalty: Option<f32>,
 
-    /// How many of the last tokens --repeat-penalty looks at [default: 64; all, if the checkpoint has a penalty]
+    /// How many of the last tokens --repeat-penalty looks at [default: 64; all, if
+    /// generation_config.json has a penalty]
     #[arg(long, value_name = "N")]
     pub repeat_last_n: Option<usize>,
 

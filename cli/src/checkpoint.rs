@@ -23,22 +23,28 @@ impl Checkpoint {
     /// The checkpoint that `--model` names, the demo where it is not given, and the adapter that `--lora` names.
     pub fn find(args: &ModelArgs) -> Result<Self> {
         let lora = args.lora.as_ref().map(LoraAdapter::open).transpose().context("--lora")?;
-        Ok(Self { lora, ..Self::named(args.model.as_deref(), &args.revision, args.load_format)? })
+        Ok(Self { lora, ..Self::named(args.model.as_deref(), args.revision.as_deref(), args.load_format)? })
     }
 
     /// The checkpoint of this name, as [`ModelArgs`] says names; the demo without one.
-    pub fn named(model: Option<&str>, revision: &str, format: LoadFormat) -> Result<Self> {
+    pub fn named(model: Option<&str>, revision: Option<&str>, format: LoadFormat) -> Result<Self> {
+        let dummy = format == LoadFormat::Dummy;
+        if let Some(model) = model.filter(|model| !Path::new(model).exists()) {
+            if let Some(path) = hub::fetch(model, revision, !dummy)? {
+                return if path.is_dir() { Self::in_dir(&path, format) } else { Self::in_file(&path, format) };
+            }
+        }
+        if let Some(revision) = revision {
+            let model = model.unwrap_or("the demo");
+            bail!("--revision: expected --model to be a name on the hub, got {model} and revision {revision}")
+        }
         let Some(model) = model else { return Self::in_dir(&builtin::folder()?.join("demo"), format) };
         let path = Path::new(model);
         if path.is_dir() {
             return Self::in_dir(path, format);
         }
-        let dummy = format == LoadFormat::Dummy;
         if path.is_file() {
             return Self::in_file(path, format);
-        }
-        if let Some(path) = hub::fetch(model, revision, !dummy)? {
-            return if path.is_dir() { Self::in_dir(&path, format) } else { Self::in_file(&path, format) };
         }
         if let Some(name) = builtin::known_models().find(|name| name.eq_ignore_ascii_case(model)) {
             let path = builtin::folder()?.join(format!("configs/{name}.json"));

@@ -59,9 +59,9 @@ pub struct ModelArgs {
     #[arg(long, value_enum, default_value = "auto")]
     pub load_format: LoadFormat,
 
-    /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too
-    #[arg(long, default_value = "main")]
-    pub revision: String,
+    /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too [default: main]
+    #[arg(long)]
+    pub revision: Option<String>,
 
     /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are
     #[arg(long, value_parser = quantised())]
@@ -235,7 +235,14 @@ pub fn load_model(
     };
     let random = if args.load_format == LoadFormat::Dummy { "random " } else { "" };
     let adapter = if args.lora.is_some() { " with the adapter" } else { "" };
-    let matrices = args.quantize.map_or(String::new(), |to| format!(", matrices {to:?},"));
+    let converted = |to: GgmlDType| match checkpoint.gguf().filter(|_| args.load_format == LoadFormat::Auto) {
+        None => format!(", matrices {to:?},"),
+        Some(file) => match file.converted(to) {
+            0 => ", of which --quantize changed none,".to_string(),
+            count => format!(", {count} matrices {to:?},"),
+        },
+    };
+    let matrices = args.quantize.map_or(String::new(), converted);
     device.synchronize()?;
     let seconds = start.elapsed().as_secs_f64();
     let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;

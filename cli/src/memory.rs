@@ -9,7 +9,8 @@ use crate::{is_first, status, Checkpoint, Rank};
 use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, DeviceLocation};
-use candle_gdn_models::{FfnKind, MixerKind, ModelConfig, StateLayout};
+use candle_gdn::{Algo, RingSpans};
+use candle_gdn_models::{quantized_cpu_bytes, FfnKind, MixerKind, ModelConfig, StateLayout};
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -48,8 +49,8 @@ pub struct Room {
     pub max_len: usize,
     /// With fewer the run would be of no use.
     pub least_len: usize,
-    /// States of the Gated DeltaNet layers besides those of the sequences: so many for each.
-    pub spare_states: usize,
+    /// Tokens that `--draft` drafts at once.
+    pub draft: usize,
     /// Snapshots of sequences.
     pub snapshots: usize,
     /// Bytes of the prefix cache, and how many prefixes it can have.
@@ -130,10 +131,13 @@ impl<'a> Run<'a> {
         }
         let sequence = config.sequence_bytes(dtype);
         let states = sequence.recurrent.saturating_add(sequence.conv);
-        let has_rings = StateLayout::Auto.has_ring(config, *device);
-        // The head's drafts fit into rings. Without rings each draft needs states of its own.
-        let of_each = room.spare_states.max(if room.draft_head && !has_rings { 2 } else { 0 });
-        let spare_states = room.sequences.saturating_mul(of_each);
+        // A kernel that was chosen supports no ring.
+        let has_rings = args.algo()? == Algo::Auto && StateLayout::Auto.has_ring(config, *device);
+        // A sampled token and its drafts are fed. Where they do not fit into a ring they need states of their own, and while the pool
+        // grows for these, the old one is still there. The head's drafts fit.
+        let fits = has_rings && room.draft < RingSpans::MAX_TOKENS;
+        let drafts = room.draft > 0 || room.draft_head;
+        let spare_states = if drafts && !fits { room.sequences.saturating_mul(2) } else { 0 };
         let rings = match has_rings {
             true => sequence.ring.saturating_mul(room.sequences.saturating_add(spare_states) as u64),
             false => 0,
@@ -151,11 +155,25 @@ impl<'a> Run<'a> {
             kv: of_all(sequence.kv(room.max_len).saturating_mul(caches as u64)),
             working: of_all(if is_cpu {
                 let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
-                pass.saturating_add(repacked(config, args.quantize)).max(unpacked)
+                pass.saturating_add(self.repacked()).max(unpacked)
             } else {
                 pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
             }),
         })
+    }
+}
+
+impl Run<'_> {
+    /// Bytes that matrices which are quantised as they are loaded take on the CPU besides those of their type. Those of a GGUF file
+    /// are among its weights.
+    fn repacked(&self) -> u64 {
+        let Self { args, checkpoint, config, .. } = self;
+        let is_file = args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some();
+        let Some(to) = args.quantize.filter(|_| !is_file) else { return 0 };
+        let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
+        let blocks = config.parameters().saturating_sub(table) / 256;
+        let in_memory: u64 = quantized_cpu_bytes(to, 256).iter().sum();
+        blocks.saturating_mul(in_memory.saturating_sub((256 / to.block_size() * to.type_size()) as u64))
     }
 }
 
@@ -183,16 +201,17 @@ pub fn weights(
     dtype: DType,
     device: DeviceLocation,
 ) -> Result<u64> {
-    if let Some(to) = args.quantize {
-        return Ok(config.quantized_weight_bytes(dtype, to));
-    }
     // What an adapter was added to 16 bits do not hold.
-    let changed = checkpoint.lora().map_or(0, |lora| lora.changed_parameters(config));
+    let lora = checkpoint.lora().filter(|_| args.quantize.is_none());
+    let changed = lora.map_or(0, |lora| lora.changed_parameters(config));
     let widened = if device == DeviceLocation::Cpu && dtype == DType::F32 { changed.saturating_mul(2) } else { 0 };
     if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
-        // Quantised matrices keep their size in the file. What is not quantised is small, and so is what each rank has whole.
-        let of_rank = file.size_in_bytes().div_ceil(args.tensor_parallel.get() as u64);
-        return Ok(of_rank.saturating_add(widened));
+        let bytes = file.weight_bytes(config, dtype, args.quantize, device);
+        // What each rank has whole is small.
+        return Ok(bytes.div_ceil(args.tensor_parallel.get() as u64).saturating_add(widened));
+    }
+    if let Some(to) = args.quantize {
+        return Ok(config.quantized_weight_bytes(dtype, to));
     }
     if device != DeviceLocation::Cpu && dtype != DType::F32 {
         return Ok(config.fp8_weight_bytes(dtype));
@@ -256,24 +275,6 @@ fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType, has_adapter: b
         (Some(_), LoadFormat::Dummy) => 4,
     } + usize::from(config.fp8.is_some());
     head.max(experts.map_or(0, |factors| product(&factors))).saturating_mul(bytes as u64)
-}
-
-/// Bytes that quantised matrices take on the CPU besides those of their type: our layouts, on x86 with AVX2, are a little larger;
-/// elsewhere candle makes copies at the first product.
-fn repacked(config: &ModelConfig, to: Option<GgmlDType>) -> u64 {
-    let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
-    let blocks = config.parameters().saturating_sub(table) / 256;
-    #[cfg(target_arch = "x86_64")]
-    let is_ours = std::arch::is_x86_feature_detected!("avx2");
-    #[cfg(not(target_arch = "x86_64"))]
-    let is_ours = false;
-    blocks.saturating_mul(match to {
-        Some(GgmlDType::Q2K) if is_ours => 16,
-        Some(GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K) if is_ours => 6,
-        Some(GgmlDType::Q4K) if !is_ours => 192,
-        Some(GgmlDType::Q6K) if !is_ours => 320,
-        _ => 0,
-    })
 }
 
 fn product(factors: &[usize]) -> u64 {

@@ -30,8 +30,8 @@ pub struct Plan {
     pub cache: usize,
     /// Prefixes that it can have.
     prefixes: usize,
-    /// Whether drafts are verified, which needs each state twice.
-    drafts: bool,
+    /// Tokens that `--draft` drafts at once.
+    draft: usize,
     /// Whether the draft head is to be loaded.
     pub draft_head: bool,
     snapshots: usize,
@@ -57,7 +57,7 @@ impl Plan {
             positions_of,
             cache: cache.saturating_mul(1 << 20),
             prefixes: prompts.len().saturating_sub(1),
-            drafts: run.draft > 0,
+            draft: run.draft,
             draft_head,
             // The end once more while the next one is made.
             snapshots: if talk { SNAPSHOTS + 2 } else { 0 },
@@ -65,9 +65,7 @@ impl Plan {
     }
 
     pub fn room(&self, draft_head: bool) -> Room {
-        let Self { batch, max_len, least_len, cache, prefixes, drafts, snapshots, .. } = *self;
-        // While the pool grows for drafts, the old one is still there.
-        let spare_states = if drafts { 2 } else { 0 };
-        Room { sequences: batch, max_len, least_len, spare_states, snapshots, cache, prefixes, draft_head }
+        let Self { batch, max_len, least_len, cache, prefixes, draft, snapshots, .. } = *self;
+        Room { sequences: batch, max_len, least_len, draft, snapshots, cache, prefixes, draft_head }
     }
 }

@@ -214,8 +214,7 @@ fn load(
             sequences: options.sequences,
             max_len: options.max_len,
             least_len: 1024.min(options.max_len),
-            // While the pool grows for drafts, the old one is still there.
-            spare_states: if serve.draft > 0 { 2 } else { 0 },
+            draft: serve.draft,
             snapshots: 0,
             cache: options.prefix_cache,
             prefixes: usize::MAX,

@@ -1,5 +1,6 @@
 //! Adapters (LoRA) in PEFT's format.
 
+use crate::train::Options;
 use crate::weights::{self, Weights};
 use anyhow::{bail, Result};
 use candle_core::{DType, Device, Tensor};
@@ -96,8 +97,8 @@ impl Targets {
         Ok(variables)
     }
 
-    /// Writes `adapter_model.safetensors` and `adapter_config.json`. `base` is the checkpoint as the command line names it.
-    pub fn save(&self, weights: &Weights, (rank, alpha): (usize, f64), base: &str, dir: &Path) -> Result<()> {
+    /// Writes `adapter_model.safetensors` and `adapter_config.json`.
+    pub fn save(&self, weights: &Weights, options: &Options, dir: &Path) -> Result<()> {
         let on_host =
             weights.variables().iter().map(|(name, x)| Ok((format!("{PREFIX}{name}"), x.to_device(&Device::Cpu)?)));
         let metadata = HashMap::from([("format".to_string(), "pt".to_string())]);
@@ -105,11 +106,11 @@ impl Targets {
         let config = json!({
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "base_model_name_or_path": base,
-            "revision": null,
+            "base_model_name_or_path": options.model,
+            "revision": options.revision,
             "inference_mode": true,
-            "r": rank,
-            "lora_alpha": alpha,
+            "r": options.rank,
+            "lora_alpha": options.alpha,
             "lora_dropout": 0.0,
             "target_modules": self.names,
             "rank_pattern": {},

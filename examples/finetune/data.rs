@@ -111,6 +111,13 @@ impl Data {
         Ok(Pack::new(&chosen, device)?)
     }
 
+    /// A hash of all sequences, the same in every process.
+    pub fn hash(&self) -> u64 {
+        let numbers =
+            self.sequences.iter().flat_map(|ids| std::iter::once(ids.len() as u32).chain(ids.iter().copied()));
+        numbers.fold(0, |hash, number| SplitMix64::new(hash ^ u64::from(number)).next())
+    }
+
     /// Sequences and the tokens that they predict.
     pub fn counts(&self) -> [usize; 2] {
         [self.sequences.len(), self.sequences.iter().map(|ids| ids.len() - 1).sum()]

@@ -22,9 +22,9 @@ struct Args {
     #[arg(long, value_name = "DIR|ID")]
     model: Option<String>,
 
-    /// Revision on the hub: a branch, a tag or a commit
-    #[arg(long, default_value = "main")]
-    revision: String,
+    /// Revision on the hub: a branch, a tag or a commit [default: main]
+    #[arg(long)]
+    revision: Option<String>,
 
     /// Text to learn; <|endoftext|>, written out, separates documents [default: verses that come with the repository]
     #[arg(long, value_name = "FILE")]
@@ -34,7 +34,7 @@ struct Args {
     #[arg(long, value_name = "DIR", default_value = "finetuned")]
     out: PathBuf,
 
-    /// Go on with the run that was saved in --out; all other arguments must be as they were
+    /// Go on with the run that was saved in --out; all other arguments and the text must be as they were
     #[arg(long)]
     resume: bool,
 
@@ -129,7 +129,7 @@ fn run(args: &Args) -> Result<bool> {
         false => gpu(0)?,
     };
     let dtype = args.dtype.unwrap_or(if device.is_cpu() { DType::F32 } else { DType::BF16 });
-    let checkpoint = Checkpoint::named(args.model.as_deref(), &args.revision, LoadFormat::Auto)?;
+    let checkpoint = Checkpoint::named(args.model.as_deref(), args.revision.as_deref(), LoadFormat::Auto)?;
     if checkpoint.gguf().is_some() {
         bail!("--model: expected a checkpoint in safetensors, got the GGUF file {}", checkpoint.name())
     }
@@ -212,6 +212,7 @@ impl Args {
                 Some(model) => model.clone(),
                 None => checkpoint.dir().canonicalize()?.display().to_string(),
             },
+            revision: self.revision.clone(),
             full: self.full,
             rank: self.rank.get(),
             alpha: self.alpha,

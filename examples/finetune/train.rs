@@ -21,6 +21,8 @@ use std::path::{Path, PathBuf};
 #[derive(Clone, Debug, Serialize)]
 pub struct Options {
     pub model: String,
+    /// On the hub.
+    pub revision: Option<String>,
     /// Every weight is trained, no adapter.
     pub full: bool,
     pub rank: usize,
@@ -52,6 +54,8 @@ pub struct Step {
 #[derive(Serialize, Deserialize)]
 struct Progress {
     options: Value,
+    /// A hash of the sequences.
+    text: u64,
     position: Position,
     steps: Vec<Step>,
 }
@@ -75,12 +79,13 @@ impl Run {
     /// A new run on the checkpoint of `files`.
     pub fn new(
         options: Options,
-        config: ModelConfig,
+        mut config: ModelConfig,
         files: Vec<PathBuf>,
         data: Data,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
+        config.tie_word_embeddings &= !weights::has_own_head(&files)?;
         let (weights, targets) = if options.full {
             (Weights::all_variables(&files, &config, dtype, device)?, None)
         } else {
@@ -143,10 +148,7 @@ impl Run {
     /// Writes the adapter or the checkpoint, the curve, and last the state: only that is read again.
     pub fn save(&self, dir: &Path) -> Result<()> {
         match &self.targets {
-            Some(targets) => {
-                let Options { rank, alpha, model, .. } = &self.options;
-                targets.save(&self.weights, (*rank, *alpha), model, dir)?
-            }
+            Some(targets) => targets.save(&self.weights, &self.options, dir)?,
             None => self.save_full(dir)?,
         }
         curve::draw(&self.steps.iter().map(|step| step.loss).collect::<Vec<_>>(), &dir.join("loss.svg"))?;
@@ -159,7 +161,8 @@ impl Run {
             tensors.insert(format!("second_moment.{name}"), v.to_device(&Device::Cpu)?);
         }
         let options = serde_json::to_value(&self.options)?;
-        let progress = Progress { options, position: self.data.position(), steps: self.steps.clone() };
+        let (text, position) = (self.data.hash(), self.data.position());
+        let progress = Progress { options, text, position, steps: self.steps.clone() };
         let metadata = [(PROGRESS.to_string(), serde_json::to_string(&progress)?)].into();
         weights::write(&tensors, metadata, &dir.join(STATE))
     }
@@ -183,7 +186,7 @@ impl Run {
     /// Goes on where the run in `dir` was saved.
     ///
     /// # Errors
-    /// When there is none, or its options differ.
+    /// When there is none, or its options or its text differ.
     pub fn resume(mut self, dir: &Path) -> Result<Self> {
         let path = dir.join(STATE);
         let progress = progress(&path).with_context(|| format!("--resume: {}", path.display()))?;
@@ -193,6 +196,9 @@ impl Run {
             if old[name] != *new {
                 bail!("--resume: {name}: expected {} as in the run before, got {new}", old[name])
             }
+        }
+        if progress.text != self.data.hash() {
+            bail!("--resume: --text: expected the text of the run before, got another")
         }
         let mut tensors = candle_core::safetensors::load(&path, self.weights.device())?;
         for (name, variable) in self.weights.variables() {

@@ -98,6 +98,8 @@ impl Weights {
     }
 }
 
+const HEAD: &str = "lm_head.weight";
+
 impl SimpleBackend for Weights {
     fn get(&self, shape: Shape, name: &str, _: Init, dtype: DType, device: &Device) -> candle_core::Result<Tensor> {
         let tensor = self.get_unchecked(name, dtype, device)?;
@@ -136,13 +138,26 @@ fn is_own(name: &str, text: &str, config: &ModelConfig) -> bool {
         || name.starts_with("lm_head.") && !config.tie_word_embeddings
 }
 
+/// Whether there is a head that differs from the embedding: then it is the head, whatever config.json says of tied ones. The loader of
+/// [`candle_gdn_models`] decides so too.
+pub fn has_own_head(files: &[PathBuf]) -> Result<bool> {
+    // SAFETY: sound as long as nobody writes to the files.
+    let files = unsafe { MmapedSafetensors::multi(files)? };
+    if files.get(HEAD).is_err() {
+        return Ok(false);
+    }
+    let table = format!("{}.embed_tokens.weight", text_prefix(|name| files.get(name).is_ok()));
+    let load = |name: &str| files.load(name, &Device::Cpu)?.to_dtype(DType::F32);
+    Ok(load(&table)?.ne(&load(HEAD)?)?.flatten_all()?.max(0)?.to_scalar::<u8>()? != 0)
+}
+
 /// Writes the checkpoint of `files` with the variables' values as `path`: matrices in the file's dtype, vectors in f32. What is no
-/// variable is copied.
+/// variable is copied, but for a copy of the embedding as head: the trained embedding is the head.
 pub fn save_checkpoint(files: &[PathBuf], variables: &BTreeMap<String, Var>, path: &Path) -> Result<()> {
     // SAFETY: sound as long as nobody writes to the files.
     let files = unsafe { MmapedSafetensors::multi(files)? };
     let mut tensors = BTreeMap::new();
-    for (name, view) in files.tensors() {
+    for (name, view) in files.tensors().into_iter().filter(|(name, _)| name != HEAD || variables.contains_key(HEAD)) {
         let old = || files.load(&name, &Device::Cpu);
         let tensor = match variables.get(&name) {
             None => old()?,

@@ -119,7 +119,16 @@ impl<'a> Interactive<'a> {
         })?;
         let mut output = Output::new(1, true, ProgressBar::hidden());
         let mut completion = Completion::new(0, self.job);
-        let stop = self.complete(id, &mut completion, &mut output)?;
+        let stop = match self.complete(id, &mut completion, &mut output)? {
+            Ok(stop) => stop,
+            Err(e) => {
+                if !completion.said.is_empty() {
+                    output.push(0, "\n")?;
+                }
+                status!("failed: {e:#}; the message is skipped, /reset starts again");
+                return Ok(None);
+            }
+        };
         if completion.tokens.is_empty() && stop == Stop::Interrupted {
             status!("stopped: interrupted before the answer, the message is skipped");
             return Ok(None);
@@ -158,8 +167,9 @@ impl<'a> Interactive<'a> {
         }
     }
 
-    /// Until the request ends. Ctrl-C and a closed output end it between two passes of the model.
-    fn complete(&mut self, id: RequestId, completion: &mut Completion, output: &mut Output) -> Result<Stop> {
+    /// Until the request ends; an error inside where the answer failed. Ctrl-C and a closed output end it between two passes of the
+    /// model.
+    fn complete(&mut self, id: RequestId, completion: &mut Completion, output: &mut Output) -> Result<Result<Stop>> {
         let (mut ended_by, mut snapshots) = (None, Vec::new());
         loop {
             let interrupted = self.job.interrupt.load(Ordering::SeqCst);
@@ -181,6 +191,10 @@ impl<'a> Interactive<'a> {
                     }
                     Event::Snapshot { snapshot, .. } => snapshots.push(snapshot),
                     Event::Finished { reason, .. } => {
+                        let stop = ended_by.map_or_else(|| Stop::by_itself(reason), Ok);
+                        if stop.is_err() {
+                            return Ok(stop);
+                        }
                         // Without an answer the message does not count. With one, the snapshot of its end comes last.
                         if !completion.tokens.is_empty() || ended_by.is_none() {
                             self.memory.last = snapshots.pop();
@@ -188,7 +202,7 @@ impl<'a> Interactive<'a> {
                             kept.extend(snapshots);
                             kept.drain(..kept.len().saturating_sub(SNAPSHOTS));
                         }
-                        return Ok(ended_by.unwrap_or(Stop::by_itself(reason)?));
+                        return Ok(stop);
                     }
                     _ => {}
                 }

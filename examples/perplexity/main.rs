@@ -66,7 +66,7 @@ fn run(args: &Args) -> Result<()> {
         sequences: 1,
         max_len,
         least_len: max_len,
-        spare_states: 0,
+        draft: 0,
         snapshots: 0,
         cache: 0,
         prefixes: 0,

@@ -83,7 +83,7 @@ pub use engine::{
 };
 pub use formats::{GgufFile, LoraAdapter, OtherType, SafetensorsFiles};
 pub use loader::{DraftHeadChoice, Loader};
-pub use memory::SequenceBytes;
+pub use memory::{quantized_cpu_bytes, SequenceBytes};
 pub use ops::Swiglu;
 pub use parallel::{shard_of, Collective, LocalRank};
 #[cfg(feature = "nccl")]

@@ -3,6 +3,7 @@
 use crate::blocks::attention::capacity;
 use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig, QkNorm};
 use crate::formats::{Fp8Format, LayerNames};
+use crate::weights::cpu::quantized::Quantized;
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
@@ -37,6 +38,40 @@ impl SequenceBytes {
         let ring = self.window_kv_per_token.saturating_mul(tokens.min(self.window_tokens) as u64);
         self.kv_per_token.saturating_mul(tokens as u64).saturating_add(ring)
     }
+}
+
+/// Bytes of so many numbers in whole blocks of a type.
+pub(crate) fn quantized_bytes(dtype: GgmlDType, numbers: u64) -> u64 {
+    numbers.div_ceil(dtype.block_size() as u64).saturating_mul(dtype.type_size() as u64)
+}
+
+/// Bytes that a matrix of so many numbers in a quantised type takes on this CPU, and those of the copy that candle makes at its first
+/// product. Our layouts, on x86 with AVX2, need no copy.
+pub fn quantized_cpu_bytes(dtype: GgmlDType, numbers: u64) -> [u64; 2] {
+    cpu_bytes(dtype, numbers, Quantized::bytes(dtype, numbers), std::env::consts::ARCH)
+}
+
+/// `ours`: bytes in our layout, if there is one.
+fn cpu_bytes(dtype: GgmlDType, numbers: u64, ours: Option<u64>, arch: &str) -> [u64; 2] {
+    use GgmlDType::{Q4K, Q4_0, Q5K, Q6K, Q8_0};
+    let stored = quantized_bytes(dtype, numbers);
+    match ours {
+        Some(ours) => [ours, 0],
+        // It has the same blocks in another order.
+        None if arch == "aarch64" && matches!(dtype, Q4_0 | Q8_0 | Q4K | Q5K | Q6K) => [stored, stored],
+        None => [stored, 0],
+    }
+}
+
+#[cfg(test)]
+#[test]
+fn candle_copies_some_types_on_arm() {
+    use GgmlDType::{Q2K, Q4K, Q4_0, Q4_1, Q5K, Q6K, Q8_0};
+    let types = [Q4_0, Q4K, Q5K, Q6K, Q8_0, Q2K, Q4_1];
+    let on_arm = types.map(|dtype| cpu_bytes(dtype, 256, None, "aarch64"));
+    assert_eq!(on_arm, [[144; 2], [144; 2], [176; 2], [210; 2], [272; 2], [84, 0], [160, 0]]);
+    assert!(types.iter().all(|dtype| cpu_bytes(*dtype, 256, None, "x86_64")[1] == 0), "x86 without AVX2");
+    assert_eq!(cpu_bytes(Q2K, 256, Some(100), "x86_64"), [100, 0]);
 }
 
 impl ModelConfig {
@@ -88,10 +123,8 @@ impl ModelConfig {
         let Weights { typed, f32 } = self.weights();
         let table = product(&[self.vocab_size, self.hidden_size]);
         let matrices = if self.tie_word_embeddings { typed } else { typed.saturating_sub(table) };
-        let blocks = matrices.div_ceil(dst.block_size() as u64);
-        let bytes = |count: u64, size: usize| count.saturating_mul(size as u64);
-        let dense = bytes(table, dtype.size_in_bytes()).saturating_add(bytes(f32, 4));
-        bytes(blocks, dst.type_size()).saturating_add(dense)
+        let dense = table.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4));
+        quantized_bytes(dst, matrices).saturating_add(dense)
     }
 
     /// What a sequence of a model in `dtype` takes, recurrent states in f32.

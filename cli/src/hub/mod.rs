@@ -42,7 +42,7 @@ const TEMPLATES: &str = "additional_chat_templates/";
 ///
 /// # Errors
 /// When the hub refuses, or stays silent, and the cache does not have all files; when the name fits no files or too many.
-pub fn fetch(model: &str, revision: &str, weights: bool) -> Result<Option<PathBuf>> {
+pub fn fetch(model: &str, revision: Option<&str>, weights: bool) -> Result<Option<PathBuf>> {
     if !model.contains('/') {
         return Ok(None);
     }

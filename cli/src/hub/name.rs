@@ -1,6 +1,6 @@
 //! What `--model` names on the hub: a repository, and maybe a type or a file in it.
 
-use anyhow::{bail, Result};
+use anyhow::{ensure, Result};
 
 #[derive(Debug, PartialEq, Eq)]
 pub struct Name {
@@ -18,8 +18,8 @@ impl Name {
     /// at `endpoint`; None where `model` is none of them.
     ///
     /// # Errors
-    /// When `model` has a revision other than `revision`, which is not the default.
-    pub fn parse(model: &str, revision: &str, endpoint: &str) -> Result<Option<Self>> {
+    /// When `model` has a revision other than `revision`.
+    pub fn parse(model: &str, revision: Option<&str>, endpoint: &str) -> Result<Option<Self>> {
         let own_host = endpoint.split_once("://").map_or(endpoint, |(_, host)| host);
         let (scheme, rest) = model.split_once("://").map_or((None, model), |(scheme, rest)| (Some(scheme), rest));
         let hosts = ["huggingface.co", "www.huggingface.co", "hf.co", own_host];
@@ -52,12 +52,12 @@ impl Name {
         if parts[2..].iter().any(|part| matches!(*part, "" | "." | "..")) {
             return Ok(None);
         }
-        if let Some(own) = own_revision.as_deref().filter(|own| *own != revision && revision != super::MAIN) {
-            bail!("--revision: expected {own}, which --model names, got {revision}")
+        if let (Some(own), Some(revision)) = (own_revision.as_deref(), revision) {
+            ensure!(own == revision, "--revision: expected {own}, which --model names, got {revision}");
         }
         Ok(Some(Self {
             id: parts[..2].join("/"),
-            revision: own_revision.unwrap_or_else(|| revision.to_string()),
+            revision: own_revision.unwrap_or_else(|| revision.unwrap_or(super::MAIN).to_string()),
             path: (parts.len() > 2).then(|| parts[2..].join("/")),
             tag: tag.map(String::from),
         }))
@@ -70,7 +70,7 @@ mod tests {
 
     #[track_caller]
     fn is(model: &str, want: Option<[&str; 4]>) {
-        let got = Name::parse(model, "main", "http://localhost:8080").unwrap();
+        let got = Name::parse(model, None, "http://localhost:8080").unwrap();
         let got = got.map(|n| [n.id, n.revision, n.path.unwrap_or_default(), n.tag.unwrap_or_default()]);
         assert_eq!(got, want.map(|parts| parts.map(String::from)), "{model}");
     }
@@ -104,8 +104,10 @@ mod tests {
 
     #[test]
     fn two_revisions() {
-        let parse = |revision| Name::parse("a/b@v2", revision, "");
+        let parse = |revision| Name::parse("a/b@v2", Some(revision), "");
         assert_eq!(parse("v2").unwrap().unwrap().revision, "v2");
-        assert!(parse("v1").unwrap_err().to_string().contains("v2"));
+        for other in ["v1", "main"] {
+            assert!(parse(other).unwrap_err().to_string().contains("expected v2"));
+        }
     }
 }

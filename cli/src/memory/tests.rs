@@ -2,6 +2,7 @@ use super::{Checkpoint, DeviceLocation, Run};
 use crate::args::Args;
 use crate::plan::Plan;
 use anyhow::Result;
+use candle_gdn_models::DraftHeadChoice;
 use clap::Parser;
 
 const GIB: u64 = 1 << 30;
@@ -12,10 +13,39 @@ fn on_gpu(args: &[&str], prompts: &[usize], free: u64) -> Result<(u64, String)> 
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|len| vec![0; *len]).collect();
-    let room = Plan::new(&args, &config, false, &prompts).room(false);
+    let draft_head = args.run.mtp == DraftHeadChoice::On;
+    let room = Plan::new(&args, &config, draft_head, &prompts).room(draft_head);
     let device = DeviceLocation::Cuda { gpu_id: 0 };
     let run = Run { args: args.model.clone(), checkpoint: &checkpoint, config: &config, room, device, ranks: 1 };
     Ok((run.bytes()?.total(), run.advice(free)?))
+}
+
+fn of_4b(args: &[&str]) -> Result<u64> {
+    Ok(on_gpu(&[&["--model", "qwen3.5-4b"], args].concat(), &[12], u64::MAX)?.0)
+}
+
+/// Rings hold up to 15 drafts and the token before them; a kernel that was chosen has no rings.
+#[test]
+fn drafts_take_states_where_they_do_not_fit_into_rings() -> Result<()> {
+    let plain = of_4b(&[])?;
+    assert_eq!([of_4b(&["--draft", "4"])?, of_4b(&["--draft", "15"])?], [plain; 2]);
+    assert!(of_4b(&["--draft", "16"])? > plain);
+    let chosen = |args: &[&str]| of_4b(&[&["--algo", "recurrent"], args].concat());
+    let without_rings = chosen(&[])?;
+    let of_drafts = chosen(&["--draft", "4"])? - without_rings;
+    assert!(without_rings < plain && of_drafts > 0);
+    let of_head = of_4b(&["--mtp", "on"])? - plain;
+    assert_eq!(chosen(&["--mtp", "on"])? - without_rings, of_head + of_drafts);
+    Ok(())
+}
+
+#[test]
+fn the_page_has_these_figures() -> Result<()> {
+    let [whole, quantised] = [&["--mtp", "on"][..], &["--mtp", "on", "--quantize", "q4k"]].map(of_4b);
+    let [whole, quantised] = [whole?, quantised?].map(|bytes| bytes as f64 / GIB as f64);
+    let says = format!("`Qwen/Qwen3.5-4B` needs {whole:.1} GiB, or {quantised:.1} GiB with `--quantize q4k`");
+    assert!(include_str!("../../../README.md").contains(&says), "{says}");
+    Ok(())
 }
 
 /// Cards of 8 to 24 GB: what `generate` does by default fits, or it says with which options it would, and then it does.

@@ -1,6 +1,7 @@
 //! The generate example as one talks to it: what is kept between turns changes nothing of what is said.
 
-use crate::cli::{command, endless, ends_with_commas, euro, fails, generate, interrupt, Copy, Run};
+use crate::cli::{command, endless, ends_with_commas, euro, fails, generate, interrupt, tokenizer, Copy, Run};
+use candle_core::{DType, Device, Tensor};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
 
@@ -196,6 +197,27 @@ fn ctrl_c_stops_the_answer_and_twice_the_program() {
     reader.join().unwrap().unwrap();
 }
 
+/// A word whose embedding is not finite: the answer to it fails, and the talk goes on as if it had not been said.
+#[test]
+fn a_failed_answer_ends_no_talk() {
+    let copy = Copy::new();
+    let ids = |text: &str| tokenizer().encode(text, false).unwrap().get_ids().to_vec();
+    let plain = talk(&["-n", "9"], format!("{FIRST}\n{THIRD}\n"));
+    let all = ids(&(asked(FIRST) + &asked(THIRD) + &plain.stdout));
+    let word = ids(SECOND).into_iter().find(|id| !all.contains(id)).expect("a token of its own");
+    copy.weights(|weights| {
+        let name = "model.embed_tokens.weight";
+        let table = weights[name].to_dtype(DType::F32).unwrap();
+        let rows = table.dims()[0];
+        let row = |id: u32| if id == word { f32::INFINITY } else { 0. };
+        let more = Tensor::from_iter((0..rows as u32).map(row), &Device::Cpu).unwrap().reshape((rows, 1)).unwrap();
+        weights.insert(name.into(), table.broadcast_add(&more).unwrap());
+    });
+    let run = talk(&["--model", &copy.arg(), "-n", "9"], format!("{FIRST}\n{SECOND}\n{THIRD}\n"));
+    run.says(&["failed: the model gave", "the message is skipped, /reset starts again"]);
+    assert_eq!(run.stdout, plain.stdout);
+}
+
 #[test]
 fn a_closed_output_is_no_panic() {
     let copy = endless(1000000);
@@ -209,8 +231,15 @@ fn a_closed_output_is_no_panic() {
 
 #[test]
 fn bad_arguments() {
-    for other in [&["--prompt", "a"][..], &["--prompt-file", "a"], &["--prompts-file", "a"], &["--prompt-tokens", "4"]]
-    {
+    for other in [
+        &["--prompt", "a"][..],
+        &["--prompt-file", "a"],
+        &["--prompts-file", "a"],
+        &["--prompt-tokens", "4"],
+        &["--batch", "2"],
+        &["--prefix-cache", "64"],
+        &["--prefix-block", "128"],
+    ] {
         fails("generate", &[&["--interactive"], other].concat(), 2, &["--interactive"]);
     }
     let copy = Copy::new();

@@ -60,6 +60,14 @@ fn a_byte_order_mark_and_what_is_no_number() {
 }
 
 #[test]
+fn only_the_hub_has_revisions() {
+    for model in [DEMO, "nowhere"] {
+        let says = format!("--revision: expected --model to be a name on the hub, got {model} and revision v1");
+        fails("generate", &["--model", model, "--revision", "v1"], 1, &[&says]);
+    }
+}
+
+#[test]
 fn what_is_left_unread_is_said() {
     let copy = Copy::new();
     copy.weights(|all| {

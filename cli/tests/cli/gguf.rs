@@ -3,6 +3,7 @@
 use crate::cli::{self, fails, generate, PROMPT};
 use crate::gguf_writer::{demo, in_a_folder, GgufOfTiny, Layout};
 use crate::golden::{converted, DEMO};
+use crate::memory::said;
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
@@ -79,6 +80,11 @@ fn quantised_matrices_say_nearly_the_same() {
         let run = generate(&[&args[..], quantised].concat());
         assert!(run.stdout.starts_with(want), "{quantised:?}: {run:?}");
     }
+    // What is quantised in its file stays so, and is counted so.
+    let [plain, again] =
+        [&[][..], &["--quantize", "q4k"]].map(|more| generate(&[&args[..], &parts[..2], more].concat()));
+    assert_eq!((said(&again, "weights"), &again.stdout), (said(&plain, "weights"), &plain.stdout));
+    again.says(&["weights, of which --quantize changed none, on the CPU"]);
     // 192 columns are no whole blocks of 256.
     let run = generate(&[&args[..], &["--quantize", "q4_k"]].concat());
     assert!(run.stderr.contains("matrices are of another type") && run.stderr.contains("Q4K"), "{run:?}");

@@ -287,7 +287,7 @@ fn what_cannot_fit_is_refused_before_it_is_loaded() {
 }
 
 /// MiB that a memory line says, of `what` or in all.
-fn said(run: &Run, what: &str) -> f64 {
+pub fn said(run: &Run, what: &str) -> f64 {
     let line = run.stderr.lines().find_map(|line| line.strip_prefix("memory: ")).expect("a memory line");
     let words: Vec<&str> = line.split([' ', ',']).filter(|word| !word.is_empty()).collect();
     let at = words.iter().position(|word| *word == what).map_or(0, |i| i - 2);

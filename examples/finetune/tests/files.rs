@@ -1,6 +1,6 @@
 //! What a run writes, and the program.
 
-use crate::support::{config, options, run};
+use crate::support::{config, options, run, run_on, TEXT};
 use anyhow::Result;
 use candle_core::{safetensors, DType, Device, Tensor};
 use candle_gdn_models::CausalLm;
@@ -28,7 +28,7 @@ fn an_adapter_is_in_pefts_format() -> Result<()> {
     assert_eq!(config["target_modules"], serde_json::json!(names));
     assert_eq!((config["r"].as_u64(), config["lora_alpha"].as_f64()), (Some(4), Some(8.)));
     assert_eq!((config["peft_type"].as_str(), config["task_type"].as_str()), (Some("LORA"), Some("CAUSAL_LM")));
-    assert_eq!(config["base_model_name_or_path"], "demo");
+    assert_eq!((config["base_model_name_or_path"].as_str(), config["revision"].as_str()), (Some("demo"), Some("v1")));
 
     let tensors = safetensors::load(dir.path().join("adapter_model.safetensors"), &Device::Cpu)?;
     // Three projections in each of three layers, four in one, two matrices each.
@@ -109,6 +109,32 @@ fn a_trained_checkpoint_is_served() -> Result<()> {
     Ok(())
 }
 
+/// config.json says that the embedding is the head, and the file has a head beside it: a copy is not kept, another one is trained.
+#[test]
+fn a_head_beside_a_tied_embedding_is_trained_or_left_out() -> Result<()> {
+    for is_own in [false, true] {
+        let (copy, dir) = (Copy::new(), tempfile::tempdir()?);
+        copy.set("config.json", "tie_word_embeddings", true.into());
+        if !is_own {
+            copy.weights(|all| {
+                all.insert("lm_head.weight".into(), all["model.embed_tokens.weight"].clone());
+            });
+        }
+        let mut run = run_on(&copy.arg(), TEXT, options(true), DType::F32, &Device::Cpu)?;
+        run.step()?;
+        run.step()?;
+        run.save(dir.path())?;
+        let ids: Vec<u32> = (1..30).map(|i| i * 31).collect();
+        let pack = Pack::new(&[&ids], &Device::Cpu)?;
+        let trained = values(&run.model()?.forward(&pack.inputs, &pack.sequences)?);
+        let error = rel_rms(&served(dir.path(), DType::F32, &ids[..28])?, &trained);
+        assert!(error < 0.02, "own head: {is_own}: {error:e}");
+        let saved = safetensors::load(dir.path().join("model.safetensors"), &Device::Cpu)?;
+        assert_eq!(saved.contains_key("lm_head.weight"), is_own);
+    }
+    Ok(())
+}
+
 #[test]
 fn the_program_trains_and_resumes() -> Result<()> {
     let dir = tempfile::tempdir()?;
@@ -121,6 +147,13 @@ fn the_program_trains_and_resumes() -> Result<()> {
     assert_eq!(run.stdout, "");
     program::run("finetune", &[&args[..], &["--resume"]].concat()).good().says(&["step 3 of 3: saved in "]);
     program::fails("finetune", &[&args[..], &["--resume", "--rank", "2"]].concat(), 1, &["--resume: rank: expected 8"]);
+    std::fs::write(&text, "Shall I compare thee to a winter's day?")?;
+    program::fails(
+        "finetune",
+        &[&args[..], &["--resume"]].concat(),
+        1,
+        &["--resume: --text: expected the text of the"],
+    );
     Ok(())
 }
 
@@ -137,6 +170,7 @@ fn bad_arguments_are_named() {
         (&["--text", "/nowhere"], "--text: cannot read /nowhere"),
         (&["--text", &empty], "--text: expected at least 2 tokens of text"),
         (&["--model", "nowhere"], "--model: no directory nowhere"),
+        (&["--revision", "v1"], "--revision: expected --model to be a name on the hub, got the demo and revision v1"),
     ] {
         program::fails("finetune", args, 1, &[says]);
     }

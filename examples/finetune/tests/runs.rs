@@ -110,6 +110,8 @@ fn another_run_is_not_resumed() -> Result<()> {
     assert!(format!("{error:#}").contains("training_state.safetensors"), "{error:#}");
     run(options(false), DType::F32, &Device::Cpu)?.save(dir.path())?;
     resume(options(false))?;
+    let Err(error) = resume(Options { revision: None, ..options(false) }) else { panic!("another revision") };
+    assert!(error.to_string().contains("revision: expected \"v1\" as in the run before, got null"), "{error:#}");
     let Err(error) = resume(Options { learning_rate: 2e-3, ..options(false) }) else { panic!("another rate") };
     assert!(error.to_string().contains("learning_rate: expected 0.001 as in the run before, got 0.002"), "{error:#}");
     Ok(())

@@ -29,6 +29,7 @@ pub fn loss(config: &ModelConfig, scale: f64, weights: &Weights, pack: &Pack) ->
 pub fn options(full: bool) -> Options {
     Options {
         model: "demo".into(),
+        revision: Some("v1".into()),
         full,
         rank: 4,
         alpha: 8.,
@@ -46,15 +47,20 @@ pub fn options(full: bool) -> Options {
     }
 }
 
-const TEXT: &str =
+pub const TEXT: &str =
     "Shall I compare thee to a summer's day?<|endoftext|>Thou art more lovely and more temperate:<|endoftext|>
 Rough winds do shake the darling buds of May, and summer's lease hath all too short a date<|endoftext|>And every fair";
 
 /// A run on the demo that its options fix.
 pub fn run(options: Options, dtype: DType, device: &Device) -> Result<Run> {
+    run_on(DEMO, TEXT, options, dtype, device)
+}
+
+/// The same on a copy of the demo, or with another text.
+pub fn run_on(dir: &str, text: &str, options: Options, dtype: DType, device: &Device) -> Result<Run> {
     let tokenizer = Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).map_err(anyhow::Error::msg)?;
-    let data = Data::new(sequences(TEXT, &tokenizer, options.sequence_len)?, options.pass_tokens, options.seed);
-    Run::new(options, config(DEMO)?, files(DEMO), data, dtype, device)
+    let data = Data::new(sequences(text, &tokenizer, options.sequence_len)?, options.pass_tokens, options.seed);
+    Run::new(options, config(dir)?, files(dir), data, dtype, device)
 }
 
 /// All variables' values, by name.

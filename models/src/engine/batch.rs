@@ -40,14 +40,12 @@ impl Batch {
     /// Ends the completions that have finished.
     pub fn retire(&mut self, cx: &mut Context) -> Result<()> {
         for row in std::mem::take(&mut self.rows) {
-            let Some(mut reason) = row.finished.clone() else {
+            let Some(reason) = row.finished.clone() else {
                 self.rows.push(row);
                 continue;
             };
             if !matches!(reason, FinishReason::Failed(_)) {
-                if let Err(e) = row.final_snapshot(cx) {
-                    reason = FinishReason::Failed(e.to_string());
-                }
+                row.final_snapshot(cx);
             }
             cx.pool.end(row.sequence)?;
             cx.events.push(Event::Finished { id: row.id, reason });
@@ -70,8 +68,7 @@ impl Batch {
     pub fn remove(&mut self, id: RequestId, cx: &mut Context) -> Option<Sequence> {
         let index = self.rows.iter().position(|row| row.id == id)?;
         let row = self.rows.remove(index);
-        // Without memory for a snapshot there is none.
-        let _ = row.final_snapshot(cx);
+        row.final_snapshot(cx);
         Some(row.sequence)
     }
 }
@@ -145,12 +142,11 @@ impl Row {
     }
 
     /// The snapshot at the end of a completion, where it was requested.
-    fn final_snapshot(&self, cx: &mut Context) -> Result<()> {
-        if self.request.snapshot_end {
-            let snapshot = cx.snapshot(self.sequence)?;
+    fn final_snapshot(&self, cx: &mut Context) {
+        // Without memory for a snapshot there is none: the completion is whole.
+        if let Some(snapshot) = self.request.snapshot_end.then(|| cx.snapshot(self.sequence).ok()).flatten() {
             cx.events.push(Event::Snapshot { id: self.id, snapshot });
         }
-        Ok(())
     }
 
     /// Accepts the tokens `drawn` after the last token and after each token of `drafted`, as long as the drafts equal

@@ -134,8 +134,9 @@ impl<M: Borrow<CausalLm>> Engine<M> {
     /// One pass of the model: prompts if there are any to be fed, else a decode step. Returns its results in order.
     ///
     /// A pass that fails, when a device refuses or is out of memory, is no error: its requests are fed again, and
-    /// the next passes have fewer of them and shorter pieces of prompts. A request that fails alone twice, with a single token, or cannot
-    /// begin again, ends with [`FinishReason::Failed`]. All others go on, with the same tokens as without the failure.
+    /// the next passes have fewer of them and shorter pieces of prompts. A request ends with [`FinishReason::Failed`] if it fails alone
+    /// twice with a single token, or at once if it cannot begin again, its logits are not finite, or its
+    /// [`snapshot_at`](super::Request::snapshot_at) cannot be made. All others go on, with the same tokens as without the failure.
     ///
     /// # Errors
     /// When another rank of the model is gone, so that no pass can succeed any more; when the pool refuses, which is a bug.

@@ -207,6 +207,21 @@ fn a_snapshot_that_fails_on_one_rank_fails_on_all() -> Result<()> {
     Ok(())
 }
 
+/// The completion is whole without it.
+#[test]
+fn a_last_snapshot_that_fails_is_left_out() -> Result<()> {
+    let model = model(0.1)?;
+    let run = |calls: isize| -> Result<_> {
+        let mut engine = engine(&model, EngineOptions::new(1, 200), 0)?;
+        engine.submit(Request { snapshot_end: true, ..Request::new(prompt(1, 50), 6) })?;
+        fail_after(SNAPSHOT, calls);
+        Ends::default().finish(&mut engine)
+    };
+    let (want, got) = (run(-1)?, run(0)?);
+    assert_eq!((want[0].1.len(), &got[0]), (1, &(want[0].0.clone(), vec![], want[0].2.clone())));
+    Ok(())
+}
+
 /// Of a prompt that comes while another one is fed, what both share is fed once, whether there is a free sequence or not.
 #[test]
 fn a_prompt_that_comes_later_shares_its_prefix() -> Result<()> {

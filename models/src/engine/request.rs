@@ -29,7 +29,7 @@ pub struct Request {
     /// After this many tokens of the prompt the engine makes a snapshot ([`Event::Snapshot`](super::Event::Snapshot)), if they
     /// are fed.
     pub snapshot_at: Option<usize>,
-    /// Whether the engine makes a snapshot before the request finishes.
+    /// Whether the engine makes a snapshot before the request finishes; without memory for it there is none.
     pub snapshot_end: bool,
 }
 

@@ -7,7 +7,7 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Device, Result};
+use candle_core::{DType, Device, DeviceLocation, Result};
 use candle_gdn_models::{CausalLm, DraftHeadChoice, GgufFile, ModelConfig};
 use std::path::Path;
 
@@ -100,9 +100,11 @@ fn of_files(path: &Path, head: Option<&Path>) -> Result<CausalLm> {
     let config = ModelConfig::from_gguf(&file)?;
     if let Some(head) = head {
         assert!(!file.has_draft_head(&config));
-        let bytes = file.size_in_bytes();
         file.add_draft_head(head)?;
-        let (more, of_head) = (file.size_in_bytes() - bytes, std::fs::metadata(head)?.len());
+        let mut with_head = config.clone();
+        with_head.layers.extend(config.layers.last().copied());
+        let bytes = |config| file.weight_bytes(config, DType::F32, None, DeviceLocation::Cpu);
+        let (more, of_head) = (bytes(&with_head) - bytes(&config), std::fs::metadata(head)?.len());
         assert!(more > 0 && 3 * more < 2 * of_head, "{more} of {of_head} bytes: the rest is the model's");
     }
     assert!(file.has_draft_head(&config));

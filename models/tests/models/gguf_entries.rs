@@ -7,7 +7,7 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
-use candle_core::{Device, Result, Tensor};
+use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 use candle_gdn_models::{CausalLm, GgufFile, MixerKind, ModelConfig};
 use std::path::Path;
 
@@ -172,8 +172,38 @@ fn iq4(blocks: &[u8], scale: f32) -> Vec<f32> {
 }
 
 fn half_to_f32(bytes: [u8; 2]) -> f32 {
-    let tensor = Tensor::from_raw_buffer(&bytes, candle_core::DType::F16, &[1], &CPU).expect("a number");
-    tensor.to_dtype(candle_core::DType::F32).and_then(|x| x.get(0)?.to_scalar()).expect("a number")
+    let tensor = Tensor::from_raw_buffer(&bytes, DType::F16, &[1], &CPU).expect("a number");
+    tensor.to_dtype(DType::F32).and_then(|x| x.get(0)?.to_scalar()).expect("a number")
+}
+
+fn on_gpu(file: &GgufFile, dtype: DType, quantize: Option<GgmlDType>) -> Result<u64> {
+    Ok(file.weight_bytes(&ModelConfig::from_gguf(file)?, dtype, quantize, DeviceLocation::Cuda { gpu_id: 0 }))
+}
+
+/// Each tensor counts as what it becomes, whatever it is in the file.
+#[test]
+fn weights_are_counted_as_they_are_loaded() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let plain = GgufOfTiny::new(&without_experts(wide()), Layout::Qwen3_5)?;
+    let of = |dtype: GgmlDType| -> Result<GgufFile> {
+        plain.clone().quantized(dtype).write(&path)?;
+        GgufFile::open(&path)
+    };
+    let (halves, blocks) = (of(GgmlDType::BF16)?, of(GgmlDType::Q8_0)?);
+    let config = ModelConfig::from_gguf(&halves)?;
+    assert_eq!(on_gpu(&halves, DType::F32, None)?, 4 * config.parameters());
+    let table = (config.vocab_size * config.hidden_size) as u64;
+    assert!(!config.tie_word_embeddings);
+    let on_cpu = halves.weight_bytes(&config, DType::F32, None, DeviceLocation::Cpu);
+    assert_eq!(on_cpu - on_gpu(&halves, DType::BF16, None)?, 2 * table, "halves stay, but for the table");
+    let as_stored = on_gpu(&blocks, DType::F32, None)?;
+    for dst in [GgmlDType::Q4K, GgmlDType::Q8_0] {
+        assert_eq!((blocks.converted(dst), on_gpu(&blocks, DType::F32, Some(dst))?), (0, as_stored), "{dst:?}");
+    }
+    let quantised = on_gpu(&halves, DType::F32, Some(GgmlDType::Q8_0))?;
+    assert!(halves.converted(GgmlDType::Q8_0) > 10);
+    assert_eq!(quantised, as_stored + 4 * table - table / 32 * 34, "all but the table");
+    Ok(())
 }
 
 /// A type that candle does not know, with and without a scale beside the tensor, and quantised on the way.
@@ -204,12 +234,13 @@ fn types_that_are_decoded() -> Result<()> {
         patch(&file, &path)?;
         let opened = GgufFile::open(&path)?;
         assert_eq!(opened.kept_types(), [("IQ4_NL", GgmlDType::Q8_0, 1)]);
-        assert_eq!(opened.size_in_bytes() - path.metadata()?.len(), 256 * 256 / 32 * (34 - 18));
         let got = logits(&load(&path)?)?;
         assert!(rel_rms(&got, &want) < 2e-2, "{scale}: {:e}", rel_rms(&got, &want));
         let config = ModelConfig::from_gguf(&opened)?;
+        let (bytes, of_scales) = (on_gpu(&opened, DType::F32, None)?, if scale == 1. { 0 } else { 2 * 4 });
+        assert_eq!(bytes, 4 * (config.parameters() - 256 * 256) + 256 * 256 / 32 * 34 + of_scales);
         let loader = CausalLm::loader(&config).quantize(GgmlDType::Q6K);
-        let quantised = logits(&loader.load_gguf(&opened, candle_core::DType::F32, &CPU)?)?;
+        let quantised = logits(&loader.load_gguf(&opened, DType::F32, &CPU)?)?;
         assert!(rel_rms(&quantised, &want) < 0.1 && quantised != got);
     }
     let mut beside = plain.typed(|name| (name == NAME).then_some(GgmlDType::Q8_0));

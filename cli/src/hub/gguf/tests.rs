@@ -2,7 +2,7 @@ use super::*;
 
 fn chosen(listed: &[&str], model: &str) -> Result<Vec<String>> {
     let listed: Vec<String> = listed.iter().map(|file| file.to_string()).collect();
-    choose(&listed, &Name::parse(model, "main", "").unwrap().unwrap())
+    choose(&listed, &Name::parse(model, None, "").unwrap().unwrap())
 }
 
 #[track_caller]

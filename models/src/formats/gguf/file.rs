@@ -1,6 +1,6 @@
 //! GGUF files: their metadata, and rows of their tensors.
 
-use super::super::blocks::{float, row_bytes, Blocks};
+use super::super::blocks::{float, Blocks};
 use super::header::{self, Header, TensorInfo};
 use super::types::{GgmlType, Kept};
 use crate::config::ModelConfig;
@@ -28,8 +28,6 @@ struct OneFile {
     path: PathBuf,
     file: File,
     header: Header,
-    /// Bytes of the file; of a draft head's file, of what it adds.
-    len: u64,
 }
 
 /// What a draft head has in its block, and a layer has not.
@@ -84,28 +82,16 @@ impl GgufFile {
         }
         for mut file in head.files {
             file.header.tensors.retain(|name, _| !self.contains(name));
-            file.len = file.header.tensors.values().filter_map(bytes).sum();
             self.files.push(file);
         }
         Ok(())
-    }
-
-    /// Bytes of the file, of all parts where it was split; with those that tensors in [other types](Self::kept_types) have more.
-    pub fn size_in_bytes(&self) -> u64 {
-        let kept = |info: &TensorInfo| {
-            let (rows, columns) = rows_and_columns(&info.dims);
-            Some((row_bytes(info.of?.dtype()?, columns)? * rows) as u64)
-        };
-        let more = |info: &TensorInfo| kept(info)?.checked_sub(bytes(info)?);
-        let tensors = self.files.iter().flat_map(|file| file.header.tensors.values());
-        self.files.iter().map(|file| file.len).sum::<u64>() + tensors.filter_map(more).sum::<u64>()
     }
 
     /// The types, by ggml's names, whose tensors are decoded as they are read and kept in another type, for which there are
     /// kernels; with that type and how many tensors of the text model they are.
     pub fn kept_types(&self) -> Vec<(&'static str, GgmlDType, usize)> {
         let mut counts = BTreeMap::new();
-        for (name, info) in self.files.iter().flat_map(|file| &file.header.tensors) {
+        for (name, info) in self.infos() {
             let of_model = ["blk.", "token_embd.", "output"].iter().any(|start| name.starts_with(start));
             if let Some(GgmlType { name, kept: Kept::Decoded(dtype, _), .. }) = info.of.filter(|_| of_model) {
                 counts.entry(*name).or_insert((*name, *dtype, 0)).2 += 1;
@@ -161,7 +147,11 @@ impl GgufFile {
 
     /// The names of all tensors.
     pub(super) fn tensors(&self) -> impl Iterator<Item = &str> {
-        self.files.iter().flat_map(|file| file.header.tensors.keys().map(String::as_str))
+        self.infos().map(|(name, _)| name)
+    }
+
+    pub(super) fn infos(&self) -> impl Iterator<Item = (&str, &TensorInfo)> {
+        self.files.iter().flat_map(|file| file.header.tensors.iter().map(|(name, info)| (name.as_str(), info)))
     }
 
     /// Whether a tensor is decoded as it is read.
@@ -176,10 +166,7 @@ impl GgufFile {
 
     /// Whether any of its tensors is quantised.
     pub(crate) fn is_quantized(&self) -> bool {
-        self.files
-            .iter()
-            .flat_map(|file| file.header.tensors.values())
-            .any(|info| info.of.and_then(GgmlType::dtype).is_some_and(|dtype| float(dtype).is_none()))
+        self.infos().any(|(_, info)| info.of.and_then(GgmlType::dtype).is_some_and(|dtype| float(dtype).is_none()))
     }
 
     fn find(&self, tensor: &str) -> Option<(&OneFile, &TensorInfo)> {
@@ -300,7 +287,7 @@ impl OneFile {
                 bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
             }
         }
-        Ok(Self { path: path.to_path_buf(), file, header, len })
+        Ok(Self { path: path.to_path_buf(), file, header })
     }
 
     /// Ranks read at the same time.
@@ -325,7 +312,7 @@ fn bytes(info: &TensorInfo) -> Option<u64> {
     Some(info.of?.row_bytes(columns)?.checked_mul(rows)? as u64)
 }
 
-fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
+pub(super) fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
     match dims {
         [rows @ .., columns] if !rows.is_empty() => {
             (rows.iter().fold(1usize, |n, dim| n.saturating_mul(*dim)), *columns)

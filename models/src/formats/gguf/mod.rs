@@ -3,6 +3,7 @@
 mod file;
 mod header;
 mod names;
+mod size;
 #[cfg(test)]
 mod tests;
 mod types;

@@ -17,7 +17,7 @@ mod x86;
 use blocks::Block;
 use candle_core::quantized::GgmlDType;
 use candle_gdn_core::cpu::{parallel, Pages, Shared};
-use isa::Instructions;
+use isa::{Instructions, LINE};
 use layout::{Layout, Packed, Plain, Super, BLOCK, PANEL};
 use pulp::bytemuck::{Pod, Zeroable};
 use rounded::Rounded;
@@ -93,6 +93,15 @@ impl Quantized {
             }
         });
         made
+    }
+
+    /// Bytes of so many numbers, without what fills up the last panel. `None` where the type or the processor is not supported.
+    pub(crate) fn bytes(dtype: GgmlDType, numbers: u64) -> Option<u64> {
+        Instructions::all().first()?;
+        let size = |lines: usize, columns: usize| {
+            numbers.div_ceil(columns as u64).saturating_mul((lines * LINE / PANEL) as u64)
+        };
+        with_layout!(dtype, F => Some(size(F::LINES, F::COLUMNS)), else None)
     }
 
     pub(crate) fn columns(&self) -> usize {

@@ -80,6 +80,17 @@ fn products_are_those_of_candles_numbers() -> Result<()> {
 
 /// candle rounds x as llama.cpp does. x is about normal: sums of 8 bytes.
 #[test]
+fn bytes_are_those_of_the_lines() {
+    for dtype in [Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2K, Q3K, Q4K, Q5K, Q6K] {
+        let Some(weight) = Quantized::new(dtype, 2 * PANEL, 512, &any_blocks(dtype, 2 * PANEL, 512).data) else {
+            return;
+        };
+        let bytes = std::mem::size_of_val(&weight.lines[..]) as u64;
+        assert_eq!(Quantized::bytes(dtype, 2 * PANEL as u64 * 512), Some(bytes), "{dtype:?}");
+    }
+}
+
+#[test]
 fn products_are_no_worse_than_candles() -> Result<()> {
     let (rows, columns, n) = (64, 1024, 64);
     let mut byte = random_bytes();
