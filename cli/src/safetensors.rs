@@ -5,6 +5,9 @@ use std::fs::File;
 use std::io::Read;
 use std::path::Path;
 
+/// Bytes of a header, as the crate `safetensors` has it.
+const MAX_HEADER: u64 = 100_000_000;
+
 type Header = serde_json::Map<String, serde_json::Value>;
 
 /// The names of its tensors, if the length of `path` is what its header describes.
@@ -36,6 +39,9 @@ fn header(path: &Path) -> Result<Header> {
     if header_len > len - 8 {
         bail!("{name} is truncated or no safetensors file: a header of {header_len} bytes in a file of {len}")
     }
+    if header_len > MAX_HEADER {
+        bail!("{name} is no safetensors file: expected a header of at most {MAX_HEADER} bytes, got {header_len}")
+    }
     let mut header = vec![0u8; header_len as usize];
     file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
     let header: Header =
@@ -55,4 +61,21 @@ fn header(path: &Path) -> Result<Header> {
         bail!("{name} is damaged: its header describes {expected} bytes, the file has {len}")
     }
     Ok(header)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    /// Of zeros, which no disk holds.
+    #[test]
+    fn a_header_is_not_as_long_as_its_file_may_be() -> Result<()> {
+        let mut file = tempfile::NamedTempFile::new()?;
+        file.write_all(&(1u64 << 30).to_le_bytes())?;
+        file.as_file().set_len(2 << 30)?;
+        let message = tensors(file.path()).expect_err("an error").to_string();
+        assert!(message.contains("at most 100000000 bytes, got 1073741824"), "{message}");
+        Ok(())
+    }
 }

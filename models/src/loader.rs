@@ -261,7 +261,7 @@ impl<'a> Loader<'a> {
         let [text, lm_head] = [&prefixes.text, &prefixes.head].map(|prefix| source.pp_some(prefix));
         let lm_head = lm_head.pp("lm_head");
         let (mut whole, group) = (self.config.clone(), self.group);
-        let mut remarks = Vec::new();
+        let mut remarks: Vec<String> = self.lora.and_then(LoraAdapter::remark).into_iter().collect();
         let mut part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
         if whole.tie_word_embeddings && differ(part.as_ref().unwrap_or(&whole), &text, &lm_head, files)? {
             remarks.push(

@@ -138,8 +138,11 @@ impl Entries<'_> {
     }
 
     fn shape(&self, tensor: &str) -> Option<&[usize]> {
-        let layers = self.opt_uint("block_count").ok()??.min(MAX_LAYERS);
-        (0..layers).find_map(|i| self.file.shape(&format!("blk.{i}.{tensor}")))
+        (0..self.blocks()).find_map(|i| self.file.shape(&format!("blk.{i}.{tensor}")))
+    }
+
+    fn blocks(&self) -> usize {
+        self.opt_uint("block_count").ok().flatten().unwrap_or(0).min(MAX_LAYERS)
     }
 
     /// One integer, or one for each layer, which must agree where they are not 0: the layers without what is counted.
@@ -197,11 +200,16 @@ impl Entries<'_> {
     /// And how many positions it has where the file says `max_positions`.
     fn attention(&self, max_positions: usize) -> Result<(AttentionConfig, usize)> {
         let head_dim = self.heads_or("attention.key_length", || self.dim("attn_k_norm.weight", 0))?;
-        // Queries, and their gates.
         let num_heads =
-            self.heads_or("attention.head_count", || Some(self.dim("attn_q.weight", 0)? / (2 * head_dim)))?;
+            self.heads_or("attention.head_count", || Some(self.dim("attn_output.weight", 1)? / head_dim))?;
+        // Of keys, or of queries with their gates, keys and values, which Gated DeltaNet layers have too.
+        let keys = || {
+            let layer = (0..self.blocks()).find(|i| self.file.contains(&format!("blk.{i}.attn_output.weight")))?;
+            let all = self.file.shape(&format!("blk.{layer}.attn_qkv.weight"))?.first()?;
+            Some(all.checked_sub(2 * num_heads * head_dim)? / 2)
+        };
         let num_kv_heads =
-            self.heads_or("attention.head_count_kv", || Some(self.dim("attn_k.weight", 0)? / head_dim))?;
+            self.heads_or("attention.head_count_kv", || Some(self.dim("attn_k.weight", 0).or_else(keys)? / head_dim))?;
         if !num_heads.is_multiple_of(num_kv_heads) {
             return self.wrong("attention.head_count_kv", &format!("a divisor of the head count, {num_heads}"));
         }
@@ -288,6 +296,13 @@ impl Entries<'_> {
         let layers = all - nextn;
         if layers > MAX_LAYERS {
             return self.wrong("block_count", &format!("at most {MAX_LAYERS} layers"));
+        }
+        if let Some(layer) = self.file.layer_from(layers) {
+            let nextn_key = self.key("nextn_predict_layers");
+            let expected = format!(
+                "{layers} layers and then draft heads, {nextn} by `{nextn_key}`, but there is no `blk.{layer}.nextn.eh_proj.weight`"
+            );
+            return self.wrong("block_count", &expected);
         }
         let kind = |linear: bool| if linear { MixerKind::LinearAttention } else { MixerKind::FullAttention };
         let list = |name: &str, linear: fn(&Value) -> Option<bool>| match self.get(name) {

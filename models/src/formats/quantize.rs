@@ -51,6 +51,15 @@ const TYPES: &[GgmlDType] = &[
     GgmlDType::Q6K,
 ];
 
+/// The matrices of decay and beta.
+const GATES: [&str; 5] = [
+    "linear_attn.in_proj_b.weight",
+    "linear_attn.in_proj_a.weight",
+    "linear_attn.in_proj_ba.weight",
+    "linear_attn.b_proj.weight",
+    "linear_attn.a_proj.weight",
+];
+
 impl Quantizer {
     pub(crate) fn new(dtype: GgmlDType) -> Result<Self> {
         if !TYPES.contains(&dtype) {
@@ -68,16 +77,34 @@ impl Quantizer {
         }
         dtype
     }
+
+    /// The matrix `[rows, columns]` with its last `gates` rows, which are those of decay and beta, apart; `None` where it is
+    /// loaded dense.
+    pub(crate) fn with_gates(
+        &self,
+        weights: &VarBuilder,
+        name: &str,
+        shape: &[usize],
+        gates: usize,
+    ) -> Result<Option<Vec<Stored>>> {
+        let columns = shape.last().copied().unwrap_or(0);
+        let Some(dtype) = self.dtype_for(&path(weights, name), columns) else { return Ok(None) };
+        let matrix = on_host(weights, shape, name)?;
+        let others = matrix.dim(0)?.saturating_sub(gates);
+        // A few rows that all else hangs on: a smaller type would save nothing.
+        let parts = [(0, others, dtype), (others, gates, GgmlDType::Q8_0)].into_iter().filter(|(_, rows, _)| *rows > 0);
+        let stored =
+            |(first, rows, dtype)| Blocks::quantize(&matrix.narrow(0, first, rows)?, dtype).map(Stored::Blocks);
+        parts.map(stored).collect::<Result<_>>().map(Some)
+    }
 }
 
 impl Format for Quantizer {
     fn matrix(&self, weights: &VarBuilder, name: &str, shape: &[usize]) -> Result<Option<Stored>> {
         let path = path(weights, name);
-        let Some(dtype) = self.dtype_for(&path, shape.last().copied().unwrap_or(0)) else { return Ok(None) };
-        let gates = [".in_proj_b.weight", ".in_proj_a.weight", ".in_proj_ba.weight"];
-        // A few rows that all else hangs on: a smaller type would save nothing.
-        let dtype = if gates.iter().any(|gate| path.ends_with(gate)) { GgmlDType::Q8_0 } else { dtype };
-        Ok(Some(Stored::Blocks(Blocks::quantize(&on_host(weights, shape, name)?, dtype)?)))
+        let are_gates = GATES.iter().any(|gate| path.ends_with(gate));
+        let gates = shape.first().copied().filter(|_| are_gates).unwrap_or(0);
+        Ok(self.with_gates(weights, name, shape, gates)?.and_then(|mut parts| parts.pop()))
     }
 
     fn experts(&self, weights: &VarBuilder, shape: ExpertShape) -> Result<Option<StoredExperts>> {
@@ -117,3 +144,6 @@ fn on_host(weights: &VarBuilder, shape: &[usize], name: &str) -> Result<Tensor> 
     let host = weights.clone().set_device(Device::Cpu);
     host.get_with_hints_dtype(shape, name, Default::default(), DType::F32)
 }
+
+#[cfg(test)]
+mod tests;

@@ -25,11 +25,17 @@ impl SafetensorsFiles {
     /// The files must not change while the mapping lives.
     ///
     /// # Errors
-    /// A file that cannot be opened, or is none.
+    /// A file that cannot be opened, or is none; a tensor that is in two of them.
     pub unsafe fn open<P: AsRef<Path>>(files: &[P]) -> Result<Self> {
         let map = MmapedSafetensors::multi(files)?;
         let mut names: Vec<String> = map.tensors().into_iter().map(|(name, _)| name).collect();
         names.sort_unstable();
+        if let Some([name, _]) = names.windows(2).find(|pair| pair[0] == pair[1]) {
+            // SAFETY: as the caller promises.
+            let has = |file: &&P| unsafe { MmapedSafetensors::new(file) }.is_ok_and(|map| map.get(name).is_ok());
+            let list: Vec<_> = files.iter().filter(has).map(|file| file.as_ref().display().to_string()).collect();
+            bail!("tensor {name}: expected it in one file, got it in {}", list.join(" and "))
+        }
         Ok(Self { map, names, read: Mutex::default() })
     }
 
@@ -59,7 +65,7 @@ impl SafetensorsFiles {
             (Dtype::F8_E4M3, DType::F8E4M3) => return Ok(view),
             (_, DType::F8E4M3) => "F8_E4M3, since a scale is beside it",
             (Dtype::F64 | Dtype::F32 | Dtype::BF16 | Dtype::F16, _) => return Ok(view),
-            _ => "F32, BF16, F16, or F8_E4M3 with its scale beside it",
+            _ => "F32, BF16 or F16, or F8_E4M3 with its scale beside it",
         };
         bail!("tensor {name}: expected {expected}, got {:?}", view.dtype())
     }

@@ -3,6 +3,7 @@
 use crate::gguf_writer::{dequantized, in_a_folder, load, Files, GgufOfTiny, Layout};
 use crate::golden::{converted, DEMO, QWEN3_5, QWEN3_5_MOE};
 use crate::model::check_goldens;
+use crate::parallel::{check, BOUND};
 use crate::serving::steps_beside_graph;
 use crate::support::{gpus, refused, rel_rms, single_stream_devices};
 use crate::tiny::Tiny;
@@ -170,6 +171,33 @@ fn experts_in_one_tensor_are_those_in_two() -> Result<()> {
             one.tensors.insert(format!("blk.{layer}.ffn_gate_up_exps.weight"), (both, dtype));
         }
         assert_eq!(logits(&one.load()?)?, want, "{dtype:?}");
+    }
+    Ok(())
+}
+
+/// As llama.cpp's converter has them with `--fuse-qkv`.
+#[test]
+fn queries_keys_and_values_in_one_tensor_are_those_in_three() -> Result<()> {
+    for dtype in [GgmlDType::F32, GgmlDType::Q8_0] {
+        let mut file = GgufOfTiny::new(&wide(), Layout::Qwen3_5)?.quantized(dtype);
+        let want = logits(&file.load()?)?;
+        let three = ["q", "k", "v"].map(|part| file.tensors.remove(&format!("blk.3.attn_{part}.weight")).unwrap().0);
+        file.tensors.insert("blk.3.attn_qkv.weight".into(), (Tensor::cat(&three, 0)?, dtype));
+        let (whole, (_dir, path)) = (file.load()?, in_a_folder("fused.gguf"));
+        assert_eq!(logits(&whole)?, want, "{dtype:?}");
+        for entry in ["head_count", "head_count_kv"] {
+            file.metadata.remove(&format!("qwen35moe.attention.{entry}"));
+        }
+        file.write(&path)?;
+        let opened = GgufFile::open(&path)?;
+        let config = ModelConfig::from_gguf(&opened)?;
+        assert_eq!(config, *whole.config());
+        if dtype != GgmlDType::F32 {
+            continue; // activations rounded to 8 bits
+        }
+        check("fused", &whole, 2, BOUND, |group| {
+            CausalLm::loader(&config).group(group).load_gguf(&opened, DType::F32, &CPU)
+        });
     }
     Ok(())
 }

@@ -9,7 +9,6 @@ use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 use candle_gdn_models::{CausalLm, GgufFile, MixerKind, ModelConfig};
-use std::path::Path;
 
 const CPU: Device = Device::Cpu;
 fn config(file: &GgufOfTiny) -> Result<ModelConfig> {
@@ -206,42 +205,60 @@ fn weights_are_counted_as_they_are_loaded() -> Result<()> {
     Ok(())
 }
 
-/// A type that candle does not know, with and without a scale beside the tensor, and quantised on the way.
+/// Four codes a byte, in half as many blocks as of `Q4_0`.
+fn q2_0(blocks: &[u8], scale: f32) -> Vec<f32> {
+    let block = |block: &[u8]| {
+        let d = scale * half_to_f32([block[0], block[1]]);
+        let codes = block[2..].iter().flat_map(|byte| [byte % 4, byte / 4 % 4, byte / 16 % 4, byte / 64]);
+        codes.map(|code| d * (f32::from(code) - 1.)).collect::<Vec<_>>()
+    };
+    blocks[..blocks.len() / 2].chunks_exact(18).flat_map(block).collect()
+}
+
+fn quantised(file: &GgufFile) -> Result<Vec<f32>> {
+    let config = ModelConfig::from_gguf(file)?;
+    let loader = CausalLm::loader(&config).quantize(GgmlDType::Q6K);
+    logits(&loader.load_gguf(file, candle_core::DType::F32, &CPU)?)
+}
+
+/// Types that candle does not know, with and without a scale beside the tensor, and quantised on the way.
 #[test]
 fn types_that_are_decoded() -> Result<()> {
     const NAME: &str = "blk.0.ffn_down.weight";
     let (dir, path) = in_a_folder("tiny.gguf");
+    let exact = dir.path().join("exact.gguf");
     let plain = GgufOfTiny::new(&without_experts(wide()), Layout::Qwen3_5)?;
     let typed = plain.clone().typed(|name| (name == NAME).then_some(GgmlDType::Q4_0));
     let (down, _) = &plain.tensors[NAME];
     let blocks = QTensor::quantize(down, GgmlDType::Q4_0)?.data()?.to_vec();
-    let patch = |file: &GgufOfTiny, path: &Path| -> Result<()> {
-        file.write(path)?;
-        let bytes = with_type(&std::fs::read(path)?, NAME, 2, 20);
-        Ok(std::fs::write(path, bytes)?)
-    };
     let half = (Tensor::full(0.5f32, 1, &CPU)?, GgmlDType::F32);
-    for scale in [1., 0.5] {
-        let (mut file, mut want) = (typed.clone(), plain.clone());
-        if scale != 1. {
-            file.tensors.insert("blk.0.ffn_down.scale".into(), half.clone());
-            file.tensors.insert("blk.0.ffn_down.input_scale".into(), half.clone());
+    let types: [(u32, &str, fn(&[u8], f32) -> Vec<f32>); 2] = [(20, "IQ4_NL", iq4), (42, "Q2_0", q2_0)];
+    for (number, kind, decode) in types {
+        for scale in [1., 0.5] {
+            let (mut file, mut want) = (typed.clone(), plain.clone());
+            if scale != 1. {
+                file.tensors.insert("blk.0.ffn_down.scale".into(), half.clone());
+                file.tensors.insert("blk.0.ffn_down.input_scale".into(), half.clone());
+            }
+            // The codes are small numbers here: what they stand for is not.
+            let decoded = Tensor::from_vec(decode(&blocks, scale), down.dims(), &CPU)?;
+            want.tensors.insert(NAME.into(), (decoded, GgmlDType::F32));
+            want.write(&exact)?;
+            let want = logits(&load(&exact)?)?;
+            file.write(&path)?;
+            std::fs::write(&path, with_type(&std::fs::read(&path)?, NAME, 2, number))?;
+            let opened = GgufFile::open(&path)?;
+            assert_eq!(opened.kept_types(), [(kind, GgmlDType::Q8_0, 1)]);
+            let (bytes, of_scales) = (on_gpu(&opened, DType::F32, None)?, if scale == 1. { 0 } else { 2 * 4 });
+            let others = 4 * (ModelConfig::from_gguf(&opened)?.parameters() - 256 * 256);
+            assert_eq!(bytes, others + 256 * 256 / 32 * 34 + of_scales);
+            let got = logits(&load(&path)?)?;
+            assert!(rel_rms(&got, &want) < 2e-2, "{kind}, {scale}: {:e}", rel_rms(&got, &want));
+            let [own, of_exact] = [opened, GgufFile::open(&exact)?].map(|file| quantised(&file));
+            let own = own?;
+            let error = rel_rms(&own, &of_exact?);
+            assert!(error < 0.1 && own != got, "{kind}, {scale}: {error:e}");
         }
-        // The codes are small numbers here: what they stand for is not.
-        let values = Tensor::from_vec(iq4(&blocks, scale), down.dims(), &CPU)?;
-        want.tensors.insert(NAME.into(), (values, GgmlDType::F32));
-        let want = logits(&want.load()?)?;
-        patch(&file, &path)?;
-        let opened = GgufFile::open(&path)?;
-        assert_eq!(opened.kept_types(), [("IQ4_NL", GgmlDType::Q8_0, 1)]);
-        let got = logits(&load(&path)?)?;
-        assert!(rel_rms(&got, &want) < 2e-2, "{scale}: {:e}", rel_rms(&got, &want));
-        let config = ModelConfig::from_gguf(&opened)?;
-        let (bytes, of_scales) = (on_gpu(&opened, DType::F32, None)?, if scale == 1. { 0 } else { 2 * 4 });
-        assert_eq!(bytes, 4 * (config.parameters() - 256 * 256) + 256 * 256 / 32 * 34 + of_scales);
-        let loader = CausalLm::loader(&config).quantize(GgmlDType::Q6K);
-        let quantised = logits(&loader.load_gguf(&opened, DType::F32, &CPU)?)?;
-        assert!(rel_rms(&quantised, &want) < 0.1 && quantised != got);
     }
     let mut beside = plain.typed(|name| (name == NAME).then_some(GgmlDType::Q8_0));
     beside.tensors.insert("blk.0.ffn_down.scale".into(), half);

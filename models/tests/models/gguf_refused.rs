@@ -42,6 +42,40 @@ fn what_is_no_whole_file_is_refused() -> Result<()> {
     Ok(())
 }
 
+/// As where a tensor's type has other sizes than here.
+#[test]
+fn tensors_that_overlap_are_refused() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let file = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?;
+    file.write(&path)?;
+    let mut bytes = std::fs::read(&path)?;
+    let place = |bytes: &[u8], tensor: &str| {
+        let at = bytes.windows(tensor.len()).position(|part| part == tensor.as_bytes()).expect("the tensor");
+        // The number and sizes of two dimensions, and the type.
+        at + tensor.len() + 4 + 16 + 4
+    };
+    let [q, k] = ["blk.3.attn_q.weight", "blk.3.attn_k.weight"].map(|tensor| place(&bytes, tensor));
+    bytes.copy_within(k..k + 8, q);
+    std::fs::write(&path, &bytes)?;
+    refused(GgufFile::open(&path), &["tiny.gguf", "`blk.3.attn_q.weight`", "`blk.3.attn_k.weight`", "ends at byte"]);
+    Ok(())
+}
+
+/// A block that is counted as a draft head may be missing, but not be one of the model's layers.
+#[test]
+fn layers_that_the_entries_do_not_count_are_named() -> Result<()> {
+    let whole = GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3_5)?;
+    let [blocks, heads] = ["block_count", "nextn_predict_layers"].map(|name| format!("qwen35moe.{name}"));
+    for (entry, count) in [(&heads, 1), (&blocks, 3)] {
+        let mut file = whole.clone();
+        file.metadata.insert(entry.clone(), Value::U32(count));
+        refused(file.load(), &["tiny.gguf", &blocks, &heads, "`blk.3.nextn.eh_proj.weight`"]);
+        file.tensors.retain(|name, _| !name.starts_with("blk.3."));
+        assert_eq!(file.load()?.config().layers.len(), 3);
+    }
+    Ok(())
+}
+
 /// The bytes of a file in which a matrix is of another type, whose number follows the name and two dimensions.
 pub fn with_type(bytes: &[u8], tensor: &str, old: u32, new: u32) -> Vec<u8> {
     let (name, mut bytes) = (tensor.as_bytes(), bytes.to_vec());

@@ -265,22 +265,26 @@ fn names_with_and_without_what_is_around_a_model() -> Result<()> {
     Ok(())
 }
 
-/// An adapter of all experts of a layer as PEFT fuses them, with the products of each by hand.
-fn fused_adapter(tiny: &Tiny) -> Result<(Adapter, Vec<(String, Tensor)>)> {
+/// An adapter of all experts of a layer as PEFT fuses them, with the products of each by hand. `in_out`: as before 0.19.1, where they are of
+/// the transposed matrices.
+fn fused_adapter(tiny: &Tiny, in_out: bool) -> Result<(Adapter, Vec<(String, Tensor)>)> {
     let (mut adapter, mut products) = (Adapter::new(tiny, &[]), Vec::new());
     adapter = adapter.set("target_parameters", json!(["mlp.experts.gate_up_proj", "down_proj", "gate.weight"]));
     adapter.config["rank_pattern"] = json!({r".*\.gate_up_proj": 4, "gate.weight": 1});
     adapter.config["alpha_pattern"] = json!({r".*\.gate_up_proj": 8, "gate.weight": 2});
-    let (experts, inner, hidden) = (4, 12, 16);
+    let inner = tiny.config["moe_intermediate_size"].as_u64().expect("a number") as usize;
+    let (experts, hidden) = (4, 16);
     let at = "model.layers.1.mlp";
     for (module, name, rank, [outputs, inputs]) in
         [("experts.base_layer", "gate_up_proj", 4, [2 * inner, hidden]), ("experts", "down_proj", 2, [hidden, inner])]
     {
-        adapter.add(&format!("{at}.{module}"), rank * experts, [outputs, inputs]);
+        let shape = if in_out { [inputs, outputs] } else { [outputs, inputs] };
+        adapter.add(&format!("{at}.{module}"), rank * experts, shape);
         let [a, b] = adapter.factors(&format!("{at}.{module}"));
         for expert in 0..experts {
             let columns = Tensor::from_iter((0..rank).map(|j| (j * experts + expert) as u32), &CPU)?;
             let product = b.index_select(&columns, 1)?.matmul(&a.narrow(0, expert * rank, rank)?)?;
+            let product = if in_out { product.t()?.contiguous()? } else { product };
             let names = if name == "down_proj" { vec![name] } else { vec!["gate_proj", "up_proj"] };
             for (part, product) in names.iter().zip(product.chunk(names.len(), 0)?) {
                 products.push((format!("{at}.experts.{expert}.{part}.weight"), product));
@@ -295,7 +299,7 @@ fn fused_adapter(tiny: &Tiny) -> Result<(Adapter, Vec<(String, Tensor)>)> {
 #[test]
 fn experts_together_and_apart() -> Result<()> {
     let tiny = Tiny::qwen3_next();
-    let (adapter, products) = fused_adapter(&tiny)?;
+    let (adapter, products) = fused_adapter(&tiny, false)?;
     let merged = by_hand(&tiny, 2., &products)?;
     let apart = ["gate_proj", "up_proj", "down_proj"].map(|name| format!("model.layers.0.mlp.experts.2.{name}"));
     let apart = apart.each_ref().map(String::as_str);
@@ -313,6 +317,47 @@ fn experts_together_and_apart() -> Result<()> {
             assert_eq!(logits(&load(tiny, adapter)?)?, logits(&merged.model()?)?);
         }
     }
+    Ok(())
+}
+
+/// The shapes tell them, and where gates and ups of an expert are square the version does.
+#[test]
+fn experts_of_the_first_versions_of_peft() -> Result<()> {
+    let square = Tiny::qwen3_next().set("moe_intermediate_size", 8).fill();
+    for (tiny, in_out, version) in [
+        (Tiny::qwen3_next(), true, json!("0.18.1")),
+        (Tiny::qwen3_next(), true, json!("0.19.1")),
+        (Tiny::qwen3_next(), false, json!("0.18.1")),
+        (square.clone(), true, json!("0.19.0")),
+        (square.clone(), true, Value::Null),
+        (square.clone(), false, json!("0.19.1.dev0@abc")),
+        (square, false, json!("0.20.0")),
+    ] {
+        let (adapter, products) = fused_adapter(&tiny, in_out)?;
+        let adapter = adapter.set("peft_version", version.clone());
+        let (mut fused, mut merged) = (tiny.clone(), by_hand(&tiny, 2., &products)?);
+        fused.fuse_experts()?;
+        let want = logits(&merged.model()?)?;
+        assert_eq!(logits(&load(&tiny, &adapter)?)?, want, "{version}");
+        merged.fuse_experts()?;
+        assert_eq!(logits(&load(&fused, &adapter)?)?, logits(&merged.model()?)?, "{version}");
+    }
+    Ok(())
+}
+
+/// The text model has no use for a vision tower.
+#[test]
+fn modules_of_a_vision_tower_are_left_out() -> Result<()> {
+    let tiny = Tiny::qwen3_next();
+    let mut adapter = Adapter::new(&tiny, &MODULES);
+    let want = load(&tiny, &adapter)?;
+    adapter.add("model.visual.blocks.0.attn.qkv", RANK, [48, 16]);
+    let patches = "base_model.model.model.visual.patch_embed.proj.lora_A.weight";
+    adapter.tensors.insert(patches.into(), Tensor::ones((RANK, 3, 2, 4, 4), DType::F32, &CPU)?);
+    let model = load(&tiny, &adapter)?;
+    assert_eq!(logits(&model)?, logits(&want)?);
+    assert_eq!(want.remarks(), [""; 0]);
+    assert_eq!(model.remarks(), ["tensors of the adapter that the text model does not have: visual.* (3)"]);
     Ok(())
 }
 

@@ -11,6 +11,7 @@ use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_models::{shard_of, CausalLm, GgufFile, LoraAdapter, ModelConfig};
 use serde_json::{json, Value};
+use std::collections::HashMap;
 
 const CPU: Device = Device::Cpu;
 const Q: &str = "model.layers.3.self_attn.q_proj";
@@ -49,6 +50,8 @@ fn keys_that_are_not_computed() {
         ("init_lora_weights", json!("olora")),
         ("init_lora_weights", json!("loftq")),
         ("init_lora_weights", json!("mica")),
+        ("peft_version", json!("new")),
+        ("peft_version", json!(0.18)),
         ("r", json!(0)),
         ("r", json!("8")),
         ("lora_alpha", json!("NaN")),
@@ -137,7 +140,17 @@ fn tensors_that_are_no_product() -> Result<()> {
     refused(replaced("A", ones(&[RANK, 16])?.to_dtype(DType::U8)?), &[&full(Q, "A"), "F32, BF16 or F16"]);
     refused(replaced("A", ones(&[3, 16])?), &[&full(Q, "B"), "expected [out, 3]"]);
     refused(adapter.clone().set("r", json!(1)).open(), &[&full(Q, "A"), "expected rank 1", "got 2 rows"]);
+    let mut of_vision = Adapter { tensors: HashMap::new(), ..adapter.clone() };
+    of_vision.add("model.visual.blocks.0.attn.proj", RANK, [32, 16]);
+    refused(of_vision.open(), &[&full("model.visual.blocks.0.attn.proj", "A"), "tensors of a text model"]);
     refused(adapter.clone().set("rank_pattern", json!({"q_proj": 4})).open(), &["expected rank 4"]);
+    // More than any memory holds, and refused before it is read.
+    let dir = adapter.write()?;
+    let header = json!({"w": {"dtype": "F32", "shape": [1u64 << 38], "data_offsets": [0, 1u64 << 40]}}).to_string();
+    let path = dir.path().join("adapter_model.safetensors");
+    std::fs::write(&path, [&(header.len() as u64).to_le_bytes(), header.as_bytes()].concat())?;
+    std::fs::OpenOptions::new().write(true).open(path)?.set_len(8 + header.len() as u64 + (1 << 40))?;
+    refused(LoraAdapter::open(dir.path()), &["tensor w: expected one whose name ends with"]);
     let mut twice = adapter.clone();
     twice.add("model.language_model.layers.3.self_attn.q_proj", RANK, [64, 16]);
     refused(twice.open(), &["layers.3.self_attn.q_proj", "got another one"]);
@@ -165,7 +178,7 @@ fn adapters_of_another_model() -> Result<()> {
     ] {
         refused(with(module, [16, 16]), &["lora: ", &full(module, "A"), "the model has no weight"]);
     }
-    for module in ["model.embed_tokens", "model.visual.blocks.0.attn.proj", "transformer.h.0.attn"] {
+    for module in ["model.embed_tokens", "transformer.h.0.attn"] {
         refused(with(module, [32, 16]), &["lora: ", &full(module, "A"), "expected one of a layer's projections"]);
     }
     // The weight is there, and the model does not read it.

@@ -64,6 +64,26 @@ fn names_inside_what_others_wrapped_around() -> Result<()> {
 }
 
 #[test]
+fn a_tensor_in_two_files_is_refused() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let paths = ["a", "b", "c"].map(|name| dir.path().join(format!("{name}.safetensors")));
+    for (path, names) in paths.iter().zip([&["x", "y"][..], &["z"], &["y"]]) {
+        let tensors = names.iter().map(|name| Ok((name.to_string(), ones(2, DType::F32)?)));
+        safetensors::save(&tensors.collect::<Result<std::collections::HashMap<_, _>>>()?, path)?;
+    }
+    // SAFETY: nobody else writes to the folder.
+    let open = |paths: &[std::path::PathBuf]| unsafe { SafetensorsFiles::open(paths) };
+    assert_eq!(open(&paths[..2])?.names(), ["x", "y", "z"]);
+    let error = open(&paths).expect_err("an error").to_string();
+    assert!(
+        error.contains("tensor y: expected it in one file, got it in") && !error.contains("b.safetensors"),
+        "{error}"
+    );
+    refused(open(&paths), &["a.safetensors and", "c.safetensors"]);
+    Ok(())
+}
+
+#[test]
 fn nothing_of_the_model_is_left_unread() -> Result<()> {
     let tiny = Tiny::qwen3_next();
     let want = logits(&tiny.model()?)?;

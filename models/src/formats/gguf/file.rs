@@ -140,6 +140,16 @@ impl GgufFile {
         self.contains(&format!("blk.{}{EH_PROJ}", config.layers.len()))
     }
 
+    /// The first block from `block` on that has tensors of a layer, and is no draft head.
+    pub(crate) fn layer_from(&self, block: usize) -> Option<usize> {
+        let of_layer = |name: &str| {
+            let (block, tensor) = name.strip_prefix("blk.")?.split_once('.')?;
+            block.parse().ok().filter(|_| !tensor.starts_with("nextn."))
+        };
+        let is_head = |block: usize| self.contains(&format!("blk.{block}{EH_PROJ}"));
+        self.tensors().filter_map(of_layer).filter(|found| *found >= block && !is_head(*found)).min()
+    }
+
     /// The shape of a tensor, the fastest dimension last.
     pub fn shape(&self, tensor: &str) -> Option<&[usize]> {
         self.find(tensor).map(|(_, info)| info.dims.as_slice())
@@ -179,7 +189,7 @@ impl GgufFile {
         let Some((file, info)) = self.find(tensor) else {
             bail!("{}: there is no tensor `{tensor}`", self.path().display())
         };
-        let (rows, columns) = rows_and_columns(&info.dims);
+        let (rows, columns) = info.rows_and_columns();
         let name = file.path.display();
         let of = match info.of {
             Some(of) if of.dtype().is_some() => of,
@@ -248,7 +258,7 @@ impl GgufFile {
         mut take: impl FnMut(Blocks) -> Result<()>,
     ) -> Result<()> {
         let Some((_, info)) = self.find(tensor) else { return self.rows(tensor, ranges).map(|_| ()) };
-        let (rows, columns) = rows_and_columns(&info.dims);
+        let (rows, columns) = info.rows_and_columns();
         let at_once = (PIECE_BYTES / info.of.and_then(|of| of.row_bytes(columns)).unwrap_or(0).max(1)).max(1);
         let all = 0..rows;
         for range in joined(ranges.unwrap_or(std::slice::from_ref(&all))) {
@@ -276,16 +286,24 @@ impl OneFile {
             Ok(header) => header,
             Err(e) => bail!("{name} is no GGUF file that can be read, or is cut off: {e}"),
         };
+        let mut places = Vec::with_capacity(header.tensors.len());
         for (tensor, info) in &header.tensors {
             // Where the type is not known, so is its length: an error if the tensor is read.
-            let Some(of) = info.of else { continue };
+            let bytes = if info.of.is_some() { info.bytes() } else { Some(0) };
             let start = header.data.checked_add(info.offset);
-            let Some(end) = bytes(info).and_then(|bytes| start?.checked_add(bytes)) else {
-                bail!("{name}: tensor `{tensor}` cannot be: {:?} of {}", info.dims, of.name)
+            let Some((start, end)) = start.and_then(|start| Some((start, start.checked_add(bytes?)?))) else {
+                let of = info.of.map_or("an unknown type", |of| of.name);
+                bail!("{name}: tensor `{tensor}` cannot be: {:?} of {of}", info.dims)
             };
             if end > len {
                 bail!("{name} is cut off: tensor `{tensor}` ends at byte {end}, the file at {len}")
             }
+            places.push((start, end, tensor));
+        }
+        places.sort_unstable();
+        // As of a type whose blocks have other sizes than here.
+        if let Some([(_, end, tensor), (next, _, other)]) = places.windows(2).find(|pair| pair[0].1 > pair[1].0) {
+            bail!("{name}: tensor `{tensor}` ends at byte {end}: expected that before tensor `{other}`, from {next} on")
         }
         Ok(Self { path: path.to_path_buf(), file, header })
     }
@@ -303,22 +321,6 @@ impl OneFile {
         let mut file = File::open(&self.path)?;
         file.seek(SeekFrom::Start(place))?;
         file.read_exact(dst)
-    }
-}
-
-/// Of a tensor, if they can be counted.
-fn bytes(info: &TensorInfo) -> Option<u64> {
-    let (rows, columns) = rows_and_columns(&info.dims);
-    Some(info.of?.row_bytes(columns)?.checked_mul(rows)? as u64)
-}
-
-pub(super) fn rows_and_columns(dims: &[usize]) -> (usize, usize) {
-    match dims {
-        [rows @ .., columns] if !rows.is_empty() => {
-            (rows.iter().fold(1usize, |n, dim| n.saturating_mul(*dim)), *columns)
-        }
-        [n] => (*n, 1),
-        _ => (1, 1),
     }
 }
 

@@ -36,6 +36,25 @@ pub(super) struct TensorInfo {
     pub offset: u64,
 }
 
+impl TensorInfo {
+    /// Those of all matrices as one; a vector has rows of one value.
+    pub fn rows_and_columns(&self) -> (usize, usize) {
+        match self.dims.as_slice() {
+            [rows @ .., columns] if !rows.is_empty() => {
+                (rows.iter().fold(1usize, |n, dim| n.saturating_mul(*dim)), *columns)
+            }
+            [n] => (*n, 1),
+            _ => (1, 1),
+        }
+    }
+
+    /// If they can be counted.
+    pub fn bytes(&self) -> Option<u64> {
+        let (rows, columns) = self.rows_and_columns();
+        Some(self.of?.row_bytes(columns)?.checked_mul(rows)? as u64)
+    }
+}
+
 /// An integer of any width, if an i64 has it.
 pub(crate) fn integer(value: &Value) -> Option<i64> {
     match *value {

@@ -29,7 +29,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use wanted::{are_whole_blocks, length, Wanted};
 
-/// A file, and the heads of its Gated DeltaNet layers.
+/// A file, and the heads of its layers.
 #[derive(Debug, Clone)]
 pub(crate) struct GgufWeights<'a> {
     file: &'a GgufFile,
@@ -46,7 +46,10 @@ pub(crate) struct GgufWeights<'a> {
 impl<'a> GgufWeights<'a> {
     /// With `tiled`, value head `h` of the file belongs to key head `h % HK`. With `shards` each weight is the shard of it.
     pub(crate) fn new(file: &'a GgufFile, config: &ModelConfig, tiled: bool, shards: Option<WeightShards>) -> Self {
-        let heads = Heads { config: config.gdn.clone(), layers: config.layers.len(), tiled };
+        let attention = &config.attention;
+        let keys = attention.num_kv_heads * attention.head_dim;
+        let attention = [attention.query_rows(), keys, keys];
+        let heads = Heads { config: config.gdn.clone(), attention, layers: config.layers.len(), tiled };
         let shards = shards.map(Arc::new);
         Self { file, heads, shards, requantizes: false, others: Arc::default(), read: Arc::default() }
     }

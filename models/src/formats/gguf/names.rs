@@ -37,10 +37,12 @@ pub(super) enum Value {
     MinusExp,
 }
 
-/// The layers of a file, and their Gated DeltaNet heads.
+/// The layers of a file, and their heads.
 #[derive(Debug, Clone)]
 pub(super) struct Heads {
     pub config: GdnConfig,
+    /// Rows of softmax attention's queries with their gates, keys, and values.
+    pub attention: [usize; 3],
     /// Layers of the model, draft head aside.
     pub layers: usize,
     /// Value head `h` belongs to key head `h % HK` (Qwen3.5 and later), not to `h / (HV / HK)`.
@@ -102,14 +104,24 @@ pub(super) fn place(name: &str, heads: &Heads, has: impl Fn(&str) -> bool) -> Op
     if let Some(name) = name.strip_prefix("linear_attn.") {
         return heads.place(name, at, has);
     }
+    // llama.cpp's converter puts all three into one tensor where it is told to (`--fuse-qkv`).
+    let attention = |tensor: &str, section: usize| {
+        let (tensor, fused) = (at(tensor), at("attn_qkv.weight"));
+        if has(&tensor) || !has(&fused) {
+            return whole(&tensor);
+        }
+        let first = heads.attention[..section].iter().sum();
+        let rows = Range { start: first, end: first + heads.attention[section] };
+        Place { rows: Some(Rows { of: heads.attention.iter().sum(), ranges: Vec::from([rows]) }), ..whole(&fused) }
+    };
     Some(match name {
         "input_layernorm.weight" => norm(&at("attn_norm.weight")),
         "post_attention_layernorm.weight" => norm(&at("post_attention_norm.weight")),
         "self_attn.q_norm.weight" => norm(&at("attn_q_norm.weight")),
         "self_attn.k_norm.weight" => norm(&at("attn_k_norm.weight")),
-        "self_attn.q_proj.weight" => whole(&at("attn_q.weight")),
-        "self_attn.k_proj.weight" => whole(&at("attn_k.weight")),
-        "self_attn.v_proj.weight" => whole(&at("attn_v.weight")),
+        "self_attn.q_proj.weight" => attention("attn_q.weight", 0),
+        "self_attn.k_proj.weight" => attention("attn_k.weight", 1),
+        "self_attn.v_proj.weight" => attention("attn_v.weight", 2),
         "self_attn.o_proj.weight" => whole(&at("attn_output.weight")),
         "mlp.gate_proj.weight" => whole(&at("ffn_gate.weight")),
         "mlp.up_proj.weight" => whole(&at("ffn_up.weight")),

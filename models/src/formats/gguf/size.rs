@@ -1,7 +1,6 @@
 //! The memory of a file's weights once they are loaded.
 
 use super::super::blocks::{float, row_bytes};
-use super::file::rows_and_columns;
 use super::header::TensorInfo;
 use super::types::Kept;
 use super::GgufFile;
@@ -34,7 +33,7 @@ impl GgufFile {
             (true, true) => quantized_cpu_bytes(dtype, numbers).iter().sum(),
         };
         let bytes = |(name, info): (&str, &TensorInfo)| {
-            let (rows, columns) = rows_and_columns(&info.dims);
+            let (rows, columns) = info.rows_and_columns();
             let (numbers, is_table) = (rows.saturating_mul(columns) as u64, name == TABLE);
             let dst = quantize.and_then(|dst| converted(name, info, dst)).or(info.of?.dtype())?;
             let Some(own) = float(dst) else { return Some(blocks(dst, numbers, !is_table || tied)) };
@@ -72,6 +71,6 @@ fn converted(name: &str, info: &TensorInfo, dst: GgmlDType) -> Option<GgmlDType>
     if is_left || name == TABLE || !is_matrix(name, info) {
         return None;
     }
-    let (_, columns) = rows_and_columns(&info.dims);
+    let (_, columns) = info.rows_and_columns();
     [dst, GgmlDType::Q8_0].into_iter().find(|dtype| row_bytes(*dtype, columns).is_some())
 }

@@ -64,7 +64,7 @@ const fn of(number: u32, name: &'static str, block: usize, bytes: usize, kept: K
 use GgmlDType::{BF16, F16, F32, Q2K, Q3K, Q4K, Q4_0, Q4_1, Q5K, Q5_0, Q5_1, Q6K, Q8_0};
 use Kept::{Decoded, Refused, Same};
 
-const TYPES: [GgmlType; 34] = [
+const TYPES: [GgmlType; 35] = [
     of(0, "F32", 1, 4, Same(F32)),
     of(1, "F16", 1, 2, Same(F16)),
     of(2, "Q4_0", 32, 18, Same(Q4_0)),
@@ -99,4 +99,5 @@ const TYPES: [GgmlType; 34] = [
     of(39, "MXFP4", 32, 17, Decoded(Q8_0, decode::mxfp4)),
     of(40, "NVFP4", 64, 36, Decoded(Q8_0, decode::nvfp4)),
     of(41, "Q1_0", 128, 18, Decoded(Q8_0, decode::q1_0)),
+    of(42, "Q2_0", 64, 18, Decoded(Q8_0, decode::q2_0)),
 ];

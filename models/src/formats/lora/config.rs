@@ -16,10 +16,14 @@ pub(super) struct AdapterConfig {
     ranks: Vec<(Regex, usize)>,
     alphas: Vec<(Regex, f64)>,
     parameters: Vec<String>,
+    /// Whether PEFT read a parameter `[experts, a, b]` as `[experts, in, out]`.
+    pub experts_in_out: bool,
 }
 
+/// The first version of PEFT that reads the experts' parameters of these models as `[experts, out, in]`.
+const EXPERTS_OUT_IN: [u64; 3] = [0, 19, 1];
 /// How an adapter was trained, where it came from, and which modules it has, which its tensors say too.
-const WITHOUT_EFFECT: [&str; 19] = [
+const WITHOUT_EFFECT: [&str; 18] = [
     "auto_mapping",
     "base_model_name_or_path",
     // Of a first value that `init_lora_weights` names.
@@ -33,7 +37,6 @@ const WITHOUT_EFFECT: [&str; 19] = [
     "lora_dropout",
     "lora_ga_config",
     "megatron_core",
-    "peft_version",
     // Of `use_qalora`.
     "qalora_group_size",
     "revision",
@@ -43,8 +46,16 @@ const WITHOUT_EFFECT: [&str; 19] = [
     "init_lora_weights",
 ];
 /// What is read here.
-const READ: [&str; 7] =
-    ["alpha_pattern", "lora_alpha", "peft_type", "r", "rank_pattern", "target_parameters", "use_rslora"];
+const READ: [&str; 8] = [
+    "alpha_pattern",
+    "lora_alpha",
+    "peft_type",
+    "peft_version",
+    "r",
+    "rank_pattern",
+    "target_parameters",
+    "use_rslora",
+];
 /// First values of A and B; others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) are taken from the model's weights, which then are not the
 /// checkpoint's any more.
 const FIRST_VALUES: [&str; 3] = ["gaussian", "eva", "orthogonal"];
@@ -76,6 +87,7 @@ impl AdapterConfig {
             ranks: patterns(&file, "rank_pattern", rank)?,
             alphas: patterns(&file, "alpha_pattern", alpha)?,
             parameters: strings("target_parameters", get("target_parameters"))?,
+            experts_in_out: version(get("peft_version"))? < EXPERTS_OUT_IN,
         })
     }
 
@@ -119,6 +131,19 @@ fn patterns<T>(
         Ok((regex, value(&format!("{key}.{name}"), &map[name])?))
     };
     keys.into_iter().map(pattern).collect()
+}
+
+/// Zeros where there is none, as before 0.18.
+fn version(value: &Value) -> Result<[u64; 3]> {
+    let text = match value {
+        Value::Null => "0.0.0",
+        value => value.as_str().unwrap_or_default(),
+    };
+    let numbers: Vec<u64> = text.split('.').map_while(|number| number.parse().ok()).collect();
+    match *numbers {
+        [major, minor, patch, ..] => Ok([major, minor, patch]),
+        _ => bail!("`peft_version`: expected a version like \"0.19.1\", got {value}"),
+    }
 }
 
 fn rank(key: &str, value: &Value) -> Result<usize> {

@@ -46,6 +46,15 @@ impl Product {
         Self { tensor: self.tensor.clone(), rank, a, b, ..*self }
     }
 
+    /// That of the transposed matrix.
+    fn transposed(self) -> Self {
+        let turned = |matrix: &[f32], columns: usize| -> Vec<f32> {
+            (0..columns).flat_map(|j| matrix.iter().skip(j).step_by(columns)).copied().collect()
+        };
+        let (a, b) = (turned(&self.b, self.rank), turned(&self.a, self.inputs));
+        Self { inputs: self.outputs, outputs: self.inputs, a, b, ..self }
+    }
+
     /// The sum of products, each at its rows.
     fn sum(parts: Vec<Placed>) -> Result<Self> {
         let Some(Placed { of, product, .. }) = parts.first() else { bail!("expected a product") };
@@ -71,6 +80,7 @@ impl Product {
 struct Found<'a> {
     config: &'a ModelConfig,
     prefixes: &'a Prefixes,
+    experts_in_out: bool,
     has: &'a dyn Fn(&str) -> bool,
     weights: HashMap<String, BTreeMap<usize, Vec<Placed>>>,
 }
@@ -83,7 +93,8 @@ pub(super) fn find(
     prefixes: &Prefixes,
     has: &dyn Fn(&str) -> bool,
 ) -> Result<HashMap<String, Products>> {
-    let mut found = Found { config, prefixes, has, weights: HashMap::new() };
+    let experts_in_out = adapter.experts_in_out;
+    let mut found = Found { config, prefixes, experts_in_out, has, weights: HashMap::new() };
     adapter.modules.iter().try_for_each(|module| found.add(module))?;
     let experts = config.moe.as_ref().map_or(0, |moe| moe.num_experts);
     let weights = found.weights.into_iter().map(|(name, mut parts)| {
@@ -117,11 +128,17 @@ impl Found<'_> {
     /// `parameter` is that of all `experts`.
     fn add_fused(&mut self, parameter: &str, experts: usize, product: &Product) -> Result<()> {
         let Some((at, name)) = parameter.rsplit_once('.') else { bail!("expected a parameter, got {parameter}") };
-        let own = self.config.moe.as_ref().map_or(0, |moe| moe.num_experts);
+        let (own, inner) = self.config.moe.as_ref().map_or((0, 0), |moe| (moe.num_experts, moe.intermediate_size));
         if experts != own {
             bail!("tensor {}: expected a product of {own} experts, got one of {experts}", product.tensor)
         }
-        (0..experts).try_for_each(|index| self.add_expert(at, index, name, product.expert(index, experts)))
+        let hidden = self.config.hidden_size;
+        let shape = if name == "down_proj" { [hidden, inner] } else { [2 * inner, hidden] };
+        let is_transposed = [product.inputs, product.outputs] == shape && (self.experts_in_out || shape[0] != shape[1]);
+        (0..experts).try_for_each(|index| {
+            let product = product.expert(index, experts);
+            self.add_expert(at, index, name, if is_transposed { product.transposed() } else { product })
+        })
     }
 
     /// `experts`: up to `..experts`.

@@ -55,7 +55,8 @@ fn a_product_of_all_experts_is_taken_apart() {
 fn changed(config: &ModelConfig, paths: &[&str]) -> u64 {
     let product = Product { tensor: "t".into(), rank: 1, inputs: 1, outputs: 1, a: vec![0.], b: vec![0.] };
     let module = |path: &&str| Module { path: path.to_string(), product: product.clone(), experts: None };
-    LoraAdapter { modules: paths.iter().map(module).collect() }.changed_parameters(config)
+    let modules = paths.iter().map(module).collect();
+    LoraAdapter { modules, of_vision: 0, experts_in_out: false }.changed_parameters(config)
 }
 
 /// Whatever a checkpoint's projections are, the layer multiplies with one matrix.

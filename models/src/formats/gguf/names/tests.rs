@@ -2,7 +2,7 @@ use super::*;
 
 fn heads(tiled: bool) -> Heads {
     let config = GdnConfig::new(8, (2, 3), (6, 4));
-    Heads { config, layers: 8, tiled }
+    Heads { config, attention: [4, 2, 2], layers: 8, tiled }
 }
 
 fn rows(name: &str, heads: &Heads, has: &[&str]) -> (String, Vec<usize>) {

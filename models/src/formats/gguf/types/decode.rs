@@ -181,6 +181,14 @@ pub(super) fn q1_0(block: &[u8], dst: &mut [f32]) {
     }
 }
 
+pub(super) fn q2_0(block: &[u8], dst: &mut [f32]) {
+    let scale = f16_of(block);
+    for (i, dst) in dst.iter_mut().enumerate() {
+        let code = block[2 + i / 4] >> (2 * (i % 4)) & 3;
+        *dst = scale * f32::from(code as i8 - 1);
+    }
+}
+
 pub(super) fn q8_1(block: &[u8], dst: &mut [f32]) {
     for (dst, value) in dst.iter_mut().zip(&block[4..]) {
         *dst = f16_of(block) * f32::from(*value as i8);
