@@ -9,7 +9,7 @@ use clap::Parser;
 use finetune::data::{sequences, Data};
 use finetune::train::{Options, Run};
 use std::num::NonZeroUsize;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Instant;
@@ -122,6 +122,10 @@ fn main() -> ExitCode {
     }
 }
 
+fn is_same_folder(a: &Path, b: &Path) -> bool {
+    matches!((a.canonicalize(), b.canonicalize()), (Ok(a), Ok(b)) if a == b)
+}
+
 /// Whether all steps are done.
 fn run(args: &Args) -> Result<bool> {
     let device = match args.cpu || !candle_core::utils::cuda_is_available() {
@@ -138,7 +142,11 @@ fn run(args: &Args) -> Result<bool> {
     let data = args.data(&checkpoint)?;
     let [sequences, tokens] = data.counts();
     std::fs::create_dir_all(&args.out).with_context(|| format!("--out: cannot make {}", args.out.display()))?;
-    let mut run = Run::new(options, config, checkpoint.weights()?, data, dtype, &device)?;
+    let files = checkpoint.weights()?;
+    if args.full && files[0].parent().is_some_and(|from| is_same_folder(from, &args.out)) {
+        bail!("--out: expected another folder than the checkpoint's, which --full would overwrite")
+    }
+    let mut run = Run::new(options, config, files, data, dtype, &device)?;
     if args.resume {
         run = run.resume(&args.out)?;
     }

@@ -175,4 +175,6 @@ fn bad_arguments_are_named() {
         program::fails("finetune", args, 1, &[says]);
     }
     program::fails("finetune", &["--full", "--rank", "4"], 2, &["cannot be used with"]);
+    let same = ["--full", "--model", &copy.arg(), "--out", &format!("{}/.", copy.arg())];
+    program::fails("finetune", &same, 1, &["--out: expected another folder than the checkpoint's"]);
 }
