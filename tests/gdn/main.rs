@@ -24,6 +24,7 @@ mod readme;
 mod ready_gates;
 mod ring;
 mod rule_case;
+mod rule_constants;
 mod rule_drawn;
 mod semantics;
 mod sixteen_bits;
