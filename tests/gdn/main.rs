@@ -44,6 +44,7 @@ mod train_graph;
 mod train_layer;
 mod train_layouts;
 mod train_ops;
+mod train_packed_state;
 mod training;
 mod verify;
 
