@@ -164,10 +164,11 @@ class Rule:
     """`decay`: g is drawn between 0 and minus the first number, minus the second one; "mixed": a seventh of the tokens forget all."""
 
     def __init__(self, lens, hk=2, hv=4, k=128, v=128, io="bf16", decay="usual", keys="random", beta_scale=1.0, l2norm=True, packed=None, odd=False,
-                 state=True, d_state=True, segments=0, recompute=False, seed=0):
+                 state=True, d_state=True, segments=0, recompute=False, scale=None, l2_eps=1e-6, seed=0):
         randn, rand, self.spots = normal(seed), uniform(seed + 1), Spots(lens, packed, between=1)
         self.lens, self.hk, self.hv, self.k, self.v, self.io, self.l2norm = lens, hk, hv, k, v, io, l2norm
         self.odd, self.segments, self.recompute, total, n = odd, segments, recompute, sum(lens), len(lens)
+        self.scale, self.l2_eps = k ** -0.5 if scale is None else scale, l2_eps
         q, key, value = randn(total, hk, k), randn(total, hk, k), randn(total, hv, v)
         if keys == "repeated" and total:
             key[:] = key[0]
@@ -202,9 +203,9 @@ class Rule:
         g, beta = pad(self.gates, [self.hv] * 2)
         shape = [(self.hk, self.k), (self.hk, self.k), (self.hv, self.v)]
         leaves = [leaf(x.unflatten(-1, s)) for x, s in zip((q, k, v), shape)] + [leaf(g), leaf(beta), leaf(torch.zeros_like(self.ds) if self.state is None else self.state)]
-        unit = reference.unit if self.l2norm else lambda x: x
+        unit = lambda x: reference.unit(x, self.l2_eps) if self.l2norm else x
         lens = torch.tensor(self.lens)
-        o, final = reference.recurrence(unit(leaves[0]), unit(leaves[1]), *leaves[2:], lens, self.k ** -0.5)
+        o, final = reference.recurrence(unit(leaves[0]), unit(leaves[1]), *leaves[2:], lens, self.scale)
         do = pad(self.do, [self.hv * self.v])[0].unflatten(-1, (self.hv, self.v))
         want = gradients([(o, do)] + ([(final, self.d_state)] if self.d_state is not None else []), leaves)
         within = torch.arange(q.shape[1])[None] < lens[:, None]
@@ -213,8 +214,8 @@ class Rule:
     def common(self):
         spots, at = self.spots, lambda first: self.spots.heads(self.gates, first, 1)
         return dict(a=at(0), b=at(self.hv), state_in=self.state, seqs=spots.seqs, num_k_heads=self.hk, num_v_heads=self.hv, head_k=self.k, head_v=self.v,
-                    io_dtype=CODES[self.io], gate_dtype=CODES["f32"], state_dtype=CODES["f32"], l2norm=int(self.l2norm), l2_eps=1e-6,
-                    scale=self.k ** -0.5, beta_scale=1.0)
+                    io_dtype=CODES[self.io], gate_dtype=CODES["f32"], state_dtype=CODES["f32"], l2norm=int(self.l2norm), l2_eps=self.l2_eps,
+                    scale=self.scale, beta_scale=1.0)
 
     def columns(self, frame):
         """q, k and v of a frame."""

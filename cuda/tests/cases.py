@@ -16,6 +16,10 @@ def rows(names, *values):
     return [dict(zip(names, value if len(names) > 1 else (value,))) for value in values]
 
 
+# Scales of q and epsilons of the L2 norm beside K^-0.5 and 1e-6, large enough to be missed.
+CONSTANTS = rows("scale l2_eps", (0.3, 1e-6), (None, 20.0), (0.3, 20.0))
+
+
 def drawn(cases, **values):
     """The cases, each with a value drawn from each list: always the same ones, and in no step with the axes."""
     draws = {name: random.Random(name) for name in values}

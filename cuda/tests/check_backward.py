@@ -13,7 +13,7 @@ import os
 import harness
 from abi import AUTO, CHUNKED_SM80, CHUNKED_SM90, OK, RECURRENT
 from backward_case import BOUND, EXACT, Conv, Golden, Rule, conv, norm, ready_gates, rule, safetensors
-from cases import every, rows
+from cases import CONSTANTS, every, rows
 from harness import add, call, expect, group, launch, null_params, one_by_one, report, same
 from reference import relative
 from rule_case import REPEATS
@@ -73,6 +73,7 @@ def rules():
     yield from every(io=IO, lens=[[0, 70, 1]], hk=1, hv=2, k=1, v=1, l2norm=False)
     yield from every(io=["f32", "bf16"], keys=["zeros", "repeated"], lens=[[100, 30]], decay=["none", "usual"], beta_scale=[1.0, 2.0])
     yield from every(io=IO, lens=[[90, 3]], l2norm=False, state=[True, False], d_state=[True, False])
+    yield from every(CONSTANTS, rows("k v", (128, 128), (96, 192)), io=IO, lens=[[130, 64]])
     yield from every(io=IO, lens=[[70, 5]], odd=True, k=[128, 40], v=[128, 24])
     yield from every(io=["f32", "bf16"], lens=[[64] * 3, [150]], packed=[True, False], recompute=[False, True])
     yield from every(io=["f32", "bf16"], lens=[[700], [300, 1000, 64]], recompute=[False, True], hk=1, hv=2, ways=[REPEATS])

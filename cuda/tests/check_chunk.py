@@ -20,7 +20,7 @@ import time
 import harness
 import torch
 from abi import ALGO_NAMES, AUTO, CHUNKED_SM80, CHUNKED_SM90, NULL_POINTER, OK, RECURRENT_128
-from cases import every, rows, words
+from cases import CONSTANTS, every, rows, words
 from harness import CHUNKED_BOUND, Launch, add, call, expect, group, launch, one_by_one, report, same, verify
 from reference import relative
 from rule_case import REPEATS, RuleCase, once, rule, worst_seen
@@ -105,6 +105,7 @@ def hard():
             hardest = dict(io=io, keys=keys, beta=20.0, beta_scale=beta_scale, decay="none")
             yield from [dict(lens=plain, **hardest), dict(lens=cut, segments=(3,), **hardest)]
     yield from every(io=IO, lens=[lens], keys=["repeated", "alternating", "parallel"])
+    yield from every(CONSTANTS, io=IO, lens=[lens], segments=(0, 2))
     yield from every(io=IO, lens=[lens], decay=["strong", "mixed", "uniform", "none"], segments=(0, 2))
     yield from every([dict(decay="mixed", keys="repeated", beta=20.0, beta_scale=2.0), dict(qk_size=1e3), dict(qk_size=1e-4), dict(keys="zeros"),
                       dict(keys="zeros", v_size=4e3),

@@ -7,7 +7,7 @@ import re
 import harness
 import torch
 from abi import RING_AUTO, RING_FMA, RING_MMA, RING_STEP_TOKENS, RingAdvanceParams, RingFlushParams, fill, sequences
-from cases import every, rows, words
+from cases import CONSTANTS, every, rows, words
 from check_rule import HEADS, IO
 from check_step import Case
 from harness import WAYS, Launch, add, call, expect, null_params, one_by_one, report, u32
@@ -95,7 +95,7 @@ def cases():
     yield from every(decay=decays, keys="repeated", plan=["staggered", "verification"], n=4, hk=2, hv=4)
     yield from every(decay=decays, keys=keys, plan=["staggered", "verification"], io="f32", n=4, hk=2, hv=2, **OTHER)
     options = [dict(conv="f32"), dict(norm="bf16"), dict(sigmoid=True), dict(gate="f32"), dict(gate="f16"), dict(l2norm=False),
-               dict(beta_scale=2.0), dict(qk_size=30.0)]
+               dict(beta_scale=2.0), dict(qk_size=30.0), *CONSTANTS]
     yield from every(options, plan=["decode", "staggered", "verification"], n=3, hk=2, hv=4)
     yield from every(options, algo=ALGOS, plan="staggered", n=3, hk=2, hv=4)
     yield from every(options, plan=["staggered", "verification"], n=3, hk=2, hv=2, **OTHER)

@@ -10,7 +10,7 @@ import math
 import harness
 import torch
 from abi import ALGO_NAMES, AUTO, BAD_ALGO, CHUNKED_SM80, CODES, DECODE, GATES_READY, RECURRENT, RECURRENT_128
-from cases import every, rows
+from cases import CONSTANTS, every, rows
 from harness import Launch, Output, expect, group, null_params, one_by_one, report, verify
 from rule_case import REPEATS, RuleCase, rule
 
@@ -56,6 +56,7 @@ def any_size():
     yield from every([dict(beta_scale=2.0), dict(decay="strong")], io=IO, lens=[[130, 64]])
     yield from every([dict(lens=[130, 300], decay="mixed, 64"), dict(lens=[1000], decay="none"), dict(lens=[130], qk_size=1e-3),
                       dict(lens=[130, 31], l2norm=False)], io=IO)
+    yield from every(CONSTANTS, rows("k v", (128, 128), (96, 192)), io=IO, lens=[[33, 20]])
     yield from every(gate=IO, io=["f32", "bf16"], lens=[[33]])
     yield dict(lens=[1] * 70000, hk=1, hv=1, k=8, v=8, algos=(RECURRENT,))
     yield dict(lens=[i % 3 for i in range(66000)], hk=1, hv=1, k=8, v=4, algos=(RECURRENT,))
@@ -88,6 +89,8 @@ def decodes():
     yield from every(types, lens=[[n] * 3 for n in (2, 3, 4, 8, 15, 16)], slots="moved")
     yield from every(types, lens=[[0, 1, 16, 7, 0]], hv=6, slots="moved")
     yield from every(types, lens=[[1] * 3], slots="shared")
+    yield from every(types, CONSTANTS, rows("k v", (128, 128), (96, 192)), lens=[[1] * 3, [5, 0, 16]])
+    yield from every(CONSTANTS, lens=[[1] * 3], k=64, v=64)
     yield from every(rows("io gate", ("bf16", "f32"), ("bf16", "f16"), ("f16", "bf16"), ("f32", "bf16")), lens=[[1] * 4])
     yield from every(lens=[[1], [1] * 9, [1] * 64, [4] * 8], hk=16, hv=32, ways=REPEATS)
     # Few, some and many heads, on 132 multiprocessors: each a shape of its own.

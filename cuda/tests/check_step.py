@@ -6,7 +6,7 @@ import harness
 import reference
 import torch
 from abi import (AUTO, CODES, OK, STEP_AUTO, STEP_HEADS, STEP_NAMES, STEP_SPLIT, STEP_WHOLE, StepParams, columns, fill)
-from cases import every, rows
+from cases import CONSTANTS, every, rows
 from check_rule import HEADS, IO
 from harness import TYPES, WAYS, Launch, Output, expect, group, one_by_one, rows_of
 from rule_case import RuleCase, once
@@ -89,7 +89,7 @@ def cases():
     yield from QUICK
     types = every(io=IO, state=["f32", "bf16"])
     batches = [dict(lens=[1]), dict(lens=[1] * 2, beta_scale=2.0, sigmoid=True, gap=8), dict(lens=[1] * 5, slots="shared", norm="io"),
-               dict(lens=[1] * 9, l2norm=False, conv="f32"), dict(lens=[1] * 33)]
+               dict(lens=[1] * 9, l2norm=False, conv="f32"), dict(lens=[1] * 33), *every(CONSTANTS, lens=[[1] * 3])]
     yield from every(types, rows("hk hv", *HEADS), batches)
     yield from every(types, rows("slots hk hv", ("moved", 2, 4), ("shared", 1, 8)), lens=[[n] * 3 for n in (2, 3, 4, 8, 15, 16)])
     yield from every(types, lens=[[0, 1, 16, 7, 0]], hv=6, slots="moved")

@@ -22,10 +22,12 @@ class Sequences:
     its own, in all of the `ways`."""
 
     def __init__(self, lib, n, hk, hv, k=128, v=128, io="bf16", state="f32", gate=None, conv=None, norm="f32", sigmoid=False, entries=16, capacity=32,
-                 slots=False, algo=RING_AUTO, keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0, ways=ONCE, name="", seed=0):
+                 slots=False, algo=RING_AUTO, keys="random", decay="normal", l2norm=True, beta_scale=1.0, qk_size=1.0, scale=None, l2_eps=1e-6,
+                 ways=ONCE, name="", seed=0):
         self.lib, self.n, self.hk, self.hv, self.k, self.v, self.io, self.state_dtype, self.gate = lib, n, hk, hv, k, v, io, state, gate or io
         self.conv, self.norm, self.sigmoid, self.entries, self.capacity, self.algo = conv or io, norm, sigmoid, entries, capacity, algo
         self.keys, self.decay, self.l2norm, self.beta_scale, self.qk_size, self.ways, self.name = keys, decay, l2norm, beta_scale, qk_size, ways, name
+        self.scale, self.l2_eps = k ** -0.5 if scale is None else scale, l2_eps
         self.randn, self.rand, self.size, self.channels = normal(seed), uniform(seed + 1), hv * v * k, 2 * hk * k + hv * v
         self.pool, self.named = 2 * n + 1 if slots else n, slots
         order = harness.shuffled(self.pool, seed) if slots else list(range(n))
@@ -96,7 +98,7 @@ class Sequences:
         q, k, v = (part.unflatten(2, (-1, dim)) for part, dim in zip(y.split([keys, keys, self.hv * self.v], 2), (self.k, self.k, self.v)))
         b, a = ba.double().chunk(2, 2)
         o, after = reference.rule(q, k, v, a, b, self.a_log.double(), self.dt_bias.double(), self.reference, torch.tensor(counts), self.l2norm,
-                                  1e-6, self.k ** -0.5, self.beta_scale)
+                                  self.l2_eps, self.scale, self.beta_scale)
         return reference.gated_norm(o, z.view_as(o), self.norm_weight, self.sigmoid), after
 
     # ---- launches ----
@@ -122,7 +124,7 @@ class Sequences:
                     b=columns(ba, 0, 1, per_seq), a=columns(ba, self.hv, 1, per_seq), a_log=self.a_log, dt_bias=self.dt_bias,
                     conv_weight=self.conv_weight, norm_weight=self.norm_weight, inputs=self.inputs, inputs_stride=self.inputs.stride(0),
                     conv_width=WIDTH, conv_dtype=CODES[self.conv], norm_dtype=CODES[self.norm], sigmoid=int(self.sigmoid), norm_eps=1e-6,
-                    l2norm=int(self.l2norm), l2_eps=1e-6, scale=self.k ** -0.5, beta_scale=self.beta_scale, seqs=seqs, algo=algo,
+                    l2norm=int(self.l2norm), l2_eps=self.l2_eps, scale=self.scale, beta_scale=self.beta_scale, seqs=seqs, algo=algo,
                     **self.common(outs))
 
     def flushed(self, count, i, outs):

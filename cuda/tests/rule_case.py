@@ -60,12 +60,13 @@ class RuleCase:
     def __init__(self, lens, hk=2, hv=4, k=128, v=128, io="bf16", gate=None, state="f32", varlen=None, slots="identity",
                  slot_gap=2, padding_by_either=False, keys="random", decay="normal", beta=None, beta_scale=1.0, l2norm=True,
                  qk_size=1.0, v_size=1.0, x_frame=(0, 0), o_frame=(0, 0), gates_gap=0, margin=0, between=0, slack=0, extra=0,
-                 apart=False, by_head=False, ready=False, zeros=False, seed=0):
+                 apart=False, by_head=False, ready=False, zeros=False, scale=None, l2_eps=1e-6, seed=0):
         self.randn, self.rand = normal(seed), uniform(seed + 1)
         self.lens, self.hk, self.hv, self.k, self.v = lens, hk, hv, k, v
         self.io, self.gate, self.state, self.l2norm, self.beta_scale = io, gate or io, state, l2norm, beta_scale
         self.slack, self.margin, self.o_frame, self.apart, self.by_head = slack, margin, o_frame, apart, by_head
         self.ready, self.zeros = ready, zeros
+        self.scale, self.l2_eps = k ** -0.5 if scale is None else scale, l2_eps
         self.varlen = len(set(lens)) > 1 if varlen is None else varlen
         assert self.varlen or len(set(lens)) == 1
         self.cu = cu_seqlens(lens) if self.varlen else None
@@ -146,7 +147,7 @@ class RuleCase:
         state = self.pool[self.in_slots, :self.size].view(n, *self.shape).double()
         length = torch.zeros(n, t_max, self.hv, dtype=torch.float64)
         o, state = rule(q.unflatten(-1, (self.hk, self.k)), k.unflatten(-1, (self.hk, self.k)), v.unflatten(-1, (self.hv, self.v)), a, b,
-                        self.a_log.double(), self.dt_bias.double(), state, lens, self.l2norm, 1e-6, self.k ** -0.5, self.beta_scale,
+                        self.a_log.double(), self.dt_bias.double(), state, lens, self.l2norm, self.l2_eps, self.scale, self.beta_scale,
                         *([length] if typical else []))
         return o, length, state
 
@@ -206,7 +207,7 @@ class RuleCase:
             a=view(self.hv), b=view(0), a_log=self.a_log, dt_bias=self.dt_bias, state_in=self.state_in, state_out=self.state_out,
             in_slots=in_slots, out_slots=out_slots, seqs=seqs, num_k_heads=self.hk, num_v_heads=self.hv, head_k=self.k,
             head_v=self.v, io_dtype=CODES[self.io], gate_dtype=CODES[gate], state_dtype=CODES[self.state],
-            l2norm=int(self.l2norm), algo=algo, l2_eps=1e-6, scale=self.k ** -0.5, beta_scale=self.beta_scale)
+            l2norm=int(self.l2norm), algo=algo, l2_eps=self.l2_eps, scale=self.scale, beta_scale=self.beta_scale)
 
     def params(self, lib, algo, segments=0, window=None):
         """`window`: of every sequence the tokens from .. to alone."""

@@ -145,6 +145,7 @@ async fn log_probabilities_come_with_the_tokens() {
                 tops.extend(item.top_logprobs.unwrap_or_default());
             }
             assert_eq!(all.token_ids, tokens(&plain, asking(n as u32, None)).await.0);
+            assert_eq!(tops.len(), count.map_or(0, |_| all.token_ids.len()));
             for (top, (token, logprob)) in tops.iter().zip(all.token_ids.iter().zip(&logprobs)) {
                 assert_eq!(Some(top.len() as u32), count);
                 assert!(top.iter().zip(1..).all(|(one, rank)| one.rank == rank));

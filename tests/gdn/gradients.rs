@@ -98,7 +98,7 @@ fn golden_gradients() {
 
 const LENGTHS: [usize; 12] = [0, 1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 100];
 
-fn any_call() -> impl Strategy<Value = (Dims, Vec<usize>, bool, Look, [bool; 5], u64)> {
+fn any_call() -> impl Strategy<Value = (Dims, Vec<usize>, bool, Look, [bool; 7], u64)> {
     let sizes = vec![(128, 128), (64, 64), (96, 192), (32, 256), (256, 32), (40, 72), (1, 17), (19, 1), (129, 19)];
     let dims = (1usize..=2, 1usize..=3, prop::sample::select(sizes)).prop_map(|(hk, r, (key_dim, value_dim))| Dims {
         key_heads: hk,
@@ -126,7 +126,7 @@ fn any_call() -> impl Strategy<Value = (Dims, Vec<usize>, bool, Look, [bool; 5],
         // A beta near one erases what the same key wrote: what is left of a decay's gradient is rounding. Golden cases have it.
         repeat_keys: repeat_keys && a_mean >= 0.0 && b_mean == 0.0,
     });
-    (dims, lengths, look, any::<[bool; 5]>(), any::<u64>())
+    (dims, lengths, look, any::<[bool; 7]>(), any::<u64>())
         .prop_map(|(dims, (lengths, packed), look, flags, seed)| (dims, lengths, packed, look, flags, seed))
 }
 
@@ -137,7 +137,7 @@ proptest! {
     /// inputs with errors of a quarter of the bound say what arithmetic loses.
     #[test]
     fn gradients_on_random_shapes((dims, lengths, packed, look, flags, seed) in any_call()) {
-        let [l2norm, twice, from_zeros, with_o, with_last] = flags;
+        let [l2norm, twice, from_zeros, with_o, with_last, scaled, large_eps] = flags;
         // The norm of one number leaves its sign: nothing but rounding would be left of its gradient.
         let l2norm = l2norm && dims.key_dim > 1;
         // Unnormalised keys are those of a layer whose norm is elsewhere: short ones, so that nothing explodes.
@@ -148,7 +148,10 @@ proptest! {
             }
             let mut call = Call::random(dims, &lengths, look, seed, &device);
             (call.packed, call.from_zeros) = (packed, from_zeros);
-            call.options = RuleOptions::with(|o| (o.l2norm, o.beta_scale) = (l2norm, if twice { 2.0 } else { 1.0 }));
+            call.options = RuleOptions::with(|o| {
+                (o.l2norm, o.beta_scale) = (l2norm, if twice { 2.0 } else { 1.0 });
+                (o.l2_eps, o.scale) = (if large_eps { 0.02 } else { 1e-6 }, scaled.then_some(0.3));
+            });
             if !with_o && with_last {
                 call.d_o = None;
             }

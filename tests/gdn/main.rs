@@ -24,6 +24,7 @@ mod readme;
 mod ready_gates;
 mod ring;
 mod rule_case;
+mod rule_constants;
 mod rule_drawn;
 mod semantics;
 mod sixteen_bits;
@@ -44,6 +45,7 @@ mod train_graph;
 mod train_layer;
 mod train_layouts;
 mod train_ops;
+mod train_packed_state;
 mod training;
 mod verify;
 

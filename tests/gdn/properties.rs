@@ -31,13 +31,15 @@ fn any_case() -> impl Strategy<Value = Case> {
     let state_dtype = prop::sample::select(vec![DType::F32, DType::BF16]);
     let input = (any::<bool>(), decay, any::<bool>(), prop::sample::select(vec![1e-2, 1.0, 1e2]));
     let gate_dtype = prop::sample::select(vec![None, Some(DType::F32), Some(DType::BF16), Some(DType::F16)]);
+    let qk = (prop::sample::select(vec![1e-6, 0.02]), prop::sample::select(vec![None, Some(0.3)]));
     let gates = (prop::sample::select(vec![1.0, 2.0]), prop::sample::select(vec![0.0, 4.0]), gate_dtype);
-    (shape, lengths, dtype, input, gates, (algo, state_dtype), any::<(bool, bool, bool, u64)>()).prop_map(
+    (shape, lengths, dtype, input, qk, gates, (algo, state_dtype), any::<(bool, bool, bool, u64)>()).prop_map(
         |(
             dims,
             (lengths, packed),
             dtype,
             input,
+            (l2_eps, scale),
             gates,
             ((algo, segments), state_dtype),
             (strided, slots, padding, seed),
@@ -84,6 +86,8 @@ fn any_case() -> impl Strategy<Value = Case> {
                 slots,
                 padding,
                 l2norm,
+                l2_eps,
+                scale,
                 beta_scale,
                 b_mean,
                 decay,

@@ -48,6 +48,9 @@ pub struct Case {
     /// With `slots`, every third sequence is padding, its inputs NaN.
     pub padding: bool,
     pub l2norm: bool,
+    pub l2_eps: f64,
+    /// `None`: K^-0.5.
+    pub scale: Option<f64>,
     pub beta_scale: f64,
     /// Mean of b: large values make beta near its maximum.
     pub b_mean: f64,
@@ -72,6 +75,8 @@ impl Case {
             slots: false,
             padding: false,
             l2norm: true,
+            l2_eps: 1e-6,
+            scale: None,
             beta_scale: 1.0,
             b_mean: 0.0,
             decay: Decay::Usual,
@@ -144,9 +149,10 @@ impl Case {
     }
 
     pub fn options(&self) -> RuleOptions {
-        let Self { l2norm, beta_scale, algo, segments, .. } = *self;
+        let Self { l2norm, l2_eps, scale, beta_scale, algo, segments, .. } = *self;
         RuleOptions::with(|o| {
-            (o.l2norm, o.beta_scale, o.algo, o.segments) = (l2norm, beta_scale, algo, segments);
+            (o.l2norm, o.l2_eps, o.scale, o.beta_scale) = (l2norm, l2_eps, scale, beta_scale);
+            (o.algo, o.segments) = (algo, segments);
         })
     }
 

@@ -100,8 +100,8 @@ impl Drawn {
         let Dims { key_heads, value_heads, key_dim, value_dim } = case.dims;
         let constants = Constants {
             l2norm: case.l2norm,
-            l2_eps: 1e-6,
-            scale: (key_dim as f64).powf(-0.5),
+            l2_eps: case.l2_eps,
+            scale: case.scale.unwrap_or((key_dim as f64).powf(-0.5)),
             beta_scale: case.beta_scale,
         };
         let head = value_heads * value_dim * key_dim;

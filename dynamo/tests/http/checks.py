@@ -100,9 +100,9 @@ def migration(worker, _, place=Stack):
     prompts = [f"{prompt} {n}" for n in range(3) for prompt in PROMPTS]
 
     async def main(stack):
-        want = await solo(stack, prompts, 300)
+        want = await solo(stack, prompts, 1000)
         client = stack.client()
-        tasks = [asyncio.create_task(chat(client, prompt, 300, extra_body={"ignore_eos": True})) for prompt in want]
+        tasks = [asyncio.create_task(chat(client, prompt, 1000, extra_body={"ignore_eos": True})) for prompt in want]
         while min(one.metric("requests_running") for one in stack.workers) < 3:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -115,6 +115,8 @@ def migration(worker, _, place=Stack):
     with place(worker, [["--cpu"]] * 2, ["--migration-limit", "3"]) as stack:
         lost = stack.run(main)
     print(f"{len(prompts)} answers are whole; a killed worker had {lost:.0f} of them")
+    if lost < 1:
+        sys.exit("expected a worker that is killed while it has requests")
 
 
 def handoff(worker, _, place=Stack):
