@@ -45,7 +45,7 @@ fn pack(goldens: &Goldens, device: &Device) -> Result<Pack> {
 }
 
 /// The logits of a sequence by the model that serves.
-fn served(
+pub fn served(
     config: &ModelConfig,
     files: &[PathBuf],
     lora: Option<&LoraAdapter>,
@@ -60,7 +60,7 @@ fn served(
 }
 
 /// Of the first sequence, by the model in training.
-fn trained(model: &Model, ids: &[u32], device: &Device) -> Result<Vec<f64>> {
+pub fn trained(model: &Model, ids: &[u32], device: &Device) -> Result<Vec<f64>> {
     let pack = Pack::new(&[&[ids, &[0]].concat()], device)?;
     Ok(values(&model.forward(&pack.inputs, &pack.sequences)?))
 }

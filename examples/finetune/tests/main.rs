@@ -4,6 +4,7 @@
 mod families;
 mod files;
 mod goldens;
+mod one_step;
 mod optimizer;
 mod runs;
 mod support;

@@ -51,6 +51,12 @@ pub const TEXT: &str =
     "Shall I compare thee to a summer's day?<|endoftext|>Thou art more lovely and more temperate:<|endoftext|>
 Rough winds do shake the darling buds of May, and summer's lease hath all too short a date<|endoftext|>And every fair";
 
+/// The text that a run of these options begins with.
+pub fn data(options: &Options, text: &str) -> Result<Data> {
+    let tokenizer = Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).map_err(anyhow::Error::msg)?;
+    Ok(Data::new(sequences(text, &tokenizer, options.sequence_len)?, options.pass_tokens, options.seed))
+}
+
 /// A run on the demo that its options fix.
 pub fn run(options: Options, dtype: DType, device: &Device) -> Result<Run> {
     run_on(DEMO, TEXT, options, dtype, device)
@@ -58,8 +64,7 @@ pub fn run(options: Options, dtype: DType, device: &Device) -> Result<Run> {
 
 /// The same on a copy of the demo, or with another text.
 pub fn run_on(dir: &str, text: &str, options: Options, dtype: DType, device: &Device) -> Result<Run> {
-    let tokenizer = Tokenizer::from_file(format!("{DEMO}/tokenizer.json")).map_err(anyhow::Error::msg)?;
-    let data = Data::new(sequences(text, &tokenizer, options.sequence_len)?, options.pass_tokens, options.seed);
+    let data = data(&options, text)?;
     Run::new(options, config(dir)?, files(dir), data, dtype, device)
 }
 

@@ -15,12 +15,13 @@ class Case:
 
     def __init__(self, before, lens, heads=8, kv_heads=2, dim=128, rotary=None, io="bf16", capacity=None, slots=False,
                  varlen=False, gap=0, gated=True, zero_centred=True, low=True, max_len=0, splits=0, overlap=0,
-                 transposed=False, sharpness=1.0, window=0, seed=0):
+                 transposed=False, sharpness=1.0, scale=None, window=0, seed=0):
         randn = normal(seed)
         self.before, self.lens, self.heads, self.kv_heads, self.dim, self.io = before, lens, heads, kv_heads, dim, io
         self.rotary = dim // 4 // 2 * 2 if rotary is None else rotary
         self.varlen, self.gated, self.zero_centred, self.max_len, self.splits = varlen, gated, zero_centred, max_len, splits
         self.overlap, self.window = overlap, window
+        self.scale = dim ** -0.5 if scale is None else scale
         dt, n = TYPES[io], len(lens)
         assert varlen or len(set(lens)) == 1
         self.total, self.rows = sum(lens), list(enumerate(rows_of(lens)))
@@ -91,7 +92,7 @@ class Case:
 
     def attention_params(self, lib, q, o, caches=None):
         p = fill(AttentionParams, q=self.view(q), o=self.view(o), max_len=self.max_len, splits=self.splits,
-                 scale=self.dim ** -0.5, **self.common(caches))
+                 scale=self.scale, **self.common(caches))
         if self.gated:
             p.gate = self.view(self.gate)
         workspace(lib.gdn_attention_workspace, p)

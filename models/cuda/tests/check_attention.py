@@ -50,7 +50,7 @@ def judge(case, q, caches, o, guard):
         # From what was rounded and written, so that this error is the attention's alone.
         first = max(before + 1 - case.window, 0) if case.window else 0
         k, v = (cache[slot][:, case.rows_of(first, before + length)].transpose(0, 1) for cache in caches)
-        ref = attention(q[part], k, v, before - first, case.dim ** -0.5, case.gate[part] if case.gated else None, case.window)
+        ref = attention(q[part], k, v, before - first, case.scale, case.gate[part] if case.gated else None, case.window)
         square += (o[part].double() - ref).pow(2).sum().item()
         norm += ref.pow(2).sum().item()
     e_o = math.sqrt(square / norm if norm else square)
@@ -104,6 +104,7 @@ def prompts(io):
     yield dict(before=[0], lens=[5000], heads=8, kv_heads=2, dim=128, io=io, gated=False)
     yield dict(before=[500, 20], lens=[300, 300], heads=16, kv_heads=2, dim=256, io=io, sharpness=30.0)
     yield dict(before=[40, 3], lens=[400, 400], heads=16, kv_heads=4, dim=64, io=io, gap=2)    # no 16-byte rows of gates
+    yield from every(before=[[500, 20]], lens=[[300, 300]], heads=16, kv_heads=4, dim=[64, 128, 256], scale=0.2, io=io)
 
 
 def check_prompts(lib, args):
@@ -133,6 +134,7 @@ NAMED = [
     dict(before=[40, 3], lens=[2, 2], heads=4, kv_heads=2, dim=64, gap=2),
     dict(before=[40, 333], lens=[2, 2], heads=16, kv_heads=4, dim=256, transposed=True, splits=3),
     dict(before=[40, 333], lens=[2, 2], heads=16, kv_heads=4, dim=256, zero_centred=False),
+    dict(before=[40, 333], lens=[2, 2], scale=0.2, **WIDE), dict(before=[40, 333], lens=[1, 1], heads=8, kv_heads=2, dim=64, scale=0.2, splits=3),
     dict(before=[200000], lens=[2], heads=4, kv_heads=2, dim=64, rotary=64),
     dict(before=[200000], lens=[2], heads=4, kv_heads=2, dim=64, rotary=64, low=False),
     dict(before=[(37 * i) % 400 for i in range(150)], lens=[1] * 150, slots=True, **WIDE),
@@ -168,6 +170,7 @@ def windows(io):
                 yield dict(before=before, lens=lens, varlen=len(set(lens)) > 1, window=window, capacity=least + (0, 9, 100)[seed % 3],
                            slots=seed % 2 == 0, gated=seed % 3 != 0, splits=(0, 0, 3)[seed % 3], gap=8, seed=seed, **shape)
     yield dict(before=[5000], lens=[1], window=2000, capacity=2111, io=io, **WIDE)
+    yield from (dict(before=[700, 5], lens=[tokens] * 2, window=128, capacity=530, scale=0.2, io=io, **WIDE) for tokens in (1, 400))
     # Never as long as the window.
     yield dict(before=[90, 3], lens=[10, 10], window=512, capacity=100, io=io, **WIDE)
 
@@ -213,7 +216,7 @@ def check_growth(lib, args):
                 if i in eager.live:
                     keys = before[i] + (step + 1) * tokens
                     k, v = (c[eager.slots[i], :, :keys].transpose(0, 1) for c in eager.pools)
-                    ref = attention(again[part], k, v, keys - tokens, eager.dim ** -0.5, eager.gate[part])
+                    ref = attention(again[part], k, v, keys - tokens, eager.scale, eager.gate[part])
                     worst = max(worst, relative(o[part], ref))
             eager.positions[eager.live] += tokens
         ok = set(statuses) == {OK} and differ == 0 and worst <= O_BOUND[io] and torch.equal(replayed.positions, eager.positions)

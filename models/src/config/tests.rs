@@ -76,6 +76,17 @@ fn reads_every_field() {
 }
 
 #[test]
+fn weights_of_experts_are_normalised_where_the_config_says_so() {
+    for (config, want) in [
+        (with("norm_topk_prob", false.into()), false),
+        (with("norm_topk_prob", true.into()), true),
+        (without("norm_topk_prob"), true),
+    ] {
+        assert_eq!(parse(&config).moe.unwrap().norm_topk_prob, want);
+    }
+}
+
+#[test]
 fn older_rope_fields() {
     let mut old = without("rope_parameters");
     old["rope_theta"] = 1e4.into();

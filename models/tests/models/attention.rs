@@ -24,6 +24,7 @@ fn attention_is_the_definition() {
                         slots: seed % 2 == 0,
                         gated: seed % 3 != 0,
                         zero_centred: seed % 5 != 0,
+                        scale: (seed % 4 == 1).then_some(0.2),
                         ..Case::new(&before, &lens, heads, kv_heads, dim, seed)
                     }
                     .check(&device);
@@ -58,6 +59,7 @@ fn attention_with_a_window_is_the_definition() {
                                 capacity: (least + more).min(longest + 3),
                                 slots: seed % 2 == 0,
                                 gated: seed % 3 != 0,
+                                scale: (seed % 5 == 1).then_some(0.2),
                                 ..Case::new(&before, &lens, heads, kv_heads, dim, seed)
                             }
                             .check(&device);

@@ -26,6 +26,8 @@ pub struct Case {
     pub slots: bool,
     pub gated: bool,
     pub zero_centred: bool,
+    /// `None`: dim^-0.5.
+    pub scale: Option<f64>,
     pub seed: u64,
 }
 
@@ -54,6 +56,7 @@ impl Case {
             slots: false,
             gated: true,
             zero_centred: true,
+            scale: None,
             seed,
         }
     }
@@ -190,7 +193,7 @@ impl Drawn {
         let frequencies = rotary_frequencies(&case.inv_freq(), device)?;
         let mut prepare =
             AttentionPrepare::new(&cache, &weight(&self.q_weight)?, &weight(&self.k_weight)?, &frequencies, options)?;
-        let mut decode = AttentionDecode::new(&cache, None)?;
+        let mut decode = AttentionDecode::new(&cache, case.scale)?;
         let cu = CuSeqlens::from_lengths(&case.lens, device)?;
         if case.packed {
             (prepare, decode) = (prepare.with_cu_seqlens(&cu), decode.with_cu_seqlens(&cu));
@@ -237,6 +240,7 @@ impl Drawn {
         let Case { heads, kv_heads, dim, pairs, .. } = *case;
         let freq = case.inv_freq();
         let centre = f64::from(u8::from(case.zero_centred));
+        let scale = case.scale.unwrap_or((dim as f64).powf(-0.5));
         let place = |x: &[f64], weight: &[f64], position: usize| -> Vec<f64> {
             let mean = x.iter().map(|x| x * x).sum::<f64>() / dim as f64;
             let mut y: Vec<f64> = x.iter().zip(weight).map(|(x, w)| x / (mean + EPS).sqrt() * (w + centre)).collect();
@@ -290,7 +294,7 @@ impl Drawn {
                     let weights: Vec<f64> = (first..before + t + 1)
                         .map(|j| {
                             let k = &keys[head + j * dim..][..dim];
-                            (q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() * (dim as f64).powf(-0.5)).exp()
+                            (q.iter().zip(k).map(|(q, k)| q * k).sum::<f64>() * scale).exp()
                         })
                         .collect();
                     let total: f64 = weights.iter().sum();

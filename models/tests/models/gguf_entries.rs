@@ -111,6 +111,24 @@ fn rotary_scaling_is_read() -> Result<()> {
     Ok(())
 }
 
+/// llama.cpp's name, and Ollama's.
+#[test]
+fn weights_of_experts_may_stay_as_they_are() -> Result<()> {
+    let tiny = Tiny::qwen3_next();
+    let file = GgufOfTiny::new(&tiny, Layout::Qwen3Next)?;
+    let (normalised, plain) = (tiny.logits(&IDS)?, tiny.clone().set("norm_topk_prob", false).logits(&IDS)?);
+    assert!(rel_rms(&plain, &normalised) > 1e-2);
+    for name in ["expert_weights_norm", "norm_top_k_prob"] {
+        for (value, want) in [(false, &plain), (true, &normalised)] {
+            let file = with(&file, &[(name, Value::Bool(value))]);
+            assert_eq!(config(&file)?.moe.map(|moe| moe.norm_topk_prob), Some(value), "{name}");
+            let error = rel_rms(&logits(&file.load()?)?, want);
+            assert!(error < 2e-5, "{name} {value}: {error:e}");
+        }
+    }
+    Ok(())
+}
+
 /// Ollama's names and flags: heads in both orders.
 #[test]
 fn orders_of_heads() -> Result<()> {

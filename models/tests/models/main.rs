@@ -31,6 +31,7 @@ mod lora_families;
 mod lora_refused;
 mod model;
 mod moe;
+mod norm_eps;
 mod parallel;
 mod parallel_quantised;
 mod quantize;

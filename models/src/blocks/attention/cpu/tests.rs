@@ -3,6 +3,9 @@
 use super::*;
 use half::{bf16, f16};
 
+// Large enough to be missed.
+const EPS: f32 = 0.03;
+
 fn wave(n: usize, a: f32) -> Vec<f32> {
     (0..n).map(|i| (i as f32 * a + a).sin() * 1.5).collect()
 }
@@ -54,7 +57,7 @@ impl Case {
             v: &self.v[rows(kv_heads * dim)],
             positions: Positions {
                 scales: Some([&self.q_scale, &self.k_scale]),
-                eps: 1e-6,
+                eps: EPS,
                 cos: &self.cos[angles.clone()],
                 sin: &self.sin[angles],
                 pairs: self.pairs,
@@ -87,7 +90,7 @@ impl Case {
     fn placed(&self, x: &[f32], scale: &[f32], t: usize) -> Vec<f64> {
         let mean = x.iter().map(|&x| f64::from(x).powi(2)).sum::<f64>() / x.len() as f64;
         let mut x: Vec<f64> =
-            x.iter().zip(scale).map(|(&x, &s)| f64::from(x) * f64::from(s) / (mean + 1e-6).sqrt()).collect();
+            x.iter().zip(scale).map(|(&x, &s)| f64::from(x) * f64::from(s) / (mean + f64::from(EPS)).sqrt()).collect();
         for i in 0..self.pairs {
             let (c, s) = (f64::from(self.cos[t * self.pairs + i]), f64::from(self.sin[t * self.pairs + i]));
             let (a, b) = (x[i], x[i + self.pairs]);
