@@ -175,6 +175,8 @@ fn half_to_f32(bytes: [u8; 2]) -> f32 {
     tensor.to_dtype(candle_core::DType::F32).and_then(|x| x.get(0)?.to_scalar()).expect("a number")
 }
 
+type Decode = fn(&[u8], f32) -> Vec<f32>;
+
 /// Four codes a byte, in half as many blocks as of `Q4_0`.
 fn q2_0(blocks: &[u8], scale: f32) -> Vec<f32> {
     let block = |block: &[u8]| {
@@ -202,7 +204,7 @@ fn types_that_are_decoded() -> Result<()> {
     let (down, _) = &plain.tensors[NAME];
     let blocks = QTensor::quantize(down, GgmlDType::Q4_0)?.data()?.to_vec();
     let half = (Tensor::full(0.5f32, 1, &CPU)?, GgmlDType::F32);
-    let types: [(u32, &str, fn(&[u8], f32) -> Vec<f32>, u64); 2] = [(20, "IQ4_NL", iq4, 32), (42, "Q2_0", q2_0, 64)];
+    let types: [(u32, &str, Decode, u64); 2] = [(20, "IQ4_NL", iq4, 32), (42, "Q2_0", q2_0, 64)];
     for (number, kind, decode, values) in types {
         for scale in [1., 0.5] {
             let (mut file, mut want) = (typed.clone(), plain.clone());
