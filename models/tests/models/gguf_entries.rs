@@ -223,6 +223,8 @@ fn weights_are_counted_as_they_are_loaded() -> Result<()> {
     Ok(())
 }
 
+type Decode = fn(&[u8], f32) -> Vec<f32>;
+
 /// Four codes a byte, in half as many blocks as of `Q4_0`.
 fn q2_0(blocks: &[u8], scale: f32) -> Vec<f32> {
     let block = |block: &[u8]| {
@@ -250,7 +252,7 @@ fn types_that_are_decoded() -> Result<()> {
     let (down, _) = &plain.tensors[NAME];
     let blocks = QTensor::quantize(down, GgmlDType::Q4_0)?.data()?.to_vec();
     let half = (Tensor::full(0.5f32, 1, &CPU)?, GgmlDType::F32);
-    let types: [(u32, &str, fn(&[u8], f32) -> Vec<f32>); 2] = [(20, "IQ4_NL", iq4), (42, "Q2_0", q2_0)];
+    let types: [(u32, &str, Decode); 2] = [(20, "IQ4_NL", iq4), (42, "Q2_0", q2_0)];
     for (number, kind, decode) in types {
         for scale in [1., 0.5] {
             let (mut file, mut want) = (typed.clone(), plain.clone());
