@@ -85,6 +85,8 @@ impl<'a> Interactive<'a> {
                 status!("skipped: a line that is not UTF-8");
                 continue;
             };
+            // Of a file that Windows saved and a pipe brings.
+            let line = line.trim_start_matches('\u{FEFF}');
             match line.trim() {
                 "" => {}
                 "/quit" => return Ok(Line::Quit),

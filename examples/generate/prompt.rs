@@ -107,5 +107,7 @@ fn texts(args: &PromptArgs) -> Result<Vec<String>> {
 }
 
 fn read(option: &str, path: &Path) -> Result<String> {
-    std::fs::read_to_string(path).with_context(|| format!("{option}: cannot read {}", path.display()))
+    let text = std::fs::read_to_string(path).with_context(|| format!("{option}: cannot read {}", path.display()))?;
+    // Editors of Windows begin a file with a byte order mark.
+    Ok(text.strip_prefix('\u{FEFF}').unwrap_or(&text).to_string())
 }

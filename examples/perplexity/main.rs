@@ -95,6 +95,8 @@ fn tokens(args: &Args, checkpoint: &Checkpoint) -> Result<(Vec<u32>, &'static st
     let Some(path) = &args.file else { bail!("expected --file or --token-ids") };
     let text = std::fs::read_to_string(path).with_context(|| format!("--file: cannot read {}", path.display()))?;
     let Some(tokenizer) = checkpoint.tokenizer()? else { bail!("--file: expected a checkpoint with tokenizer.json") };
+    // A byte order mark is no text.
+    let text = text.strip_prefix('\u{FEFF}').unwrap_or(&text);
     let encoding = tokenizer.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
     Ok((encoding.get_ids().to_vec(), "--file"))
 }

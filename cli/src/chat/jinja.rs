@@ -5,7 +5,6 @@ use anyhow::{Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Tuple, Value, ValueKind};
 use minijinja::{Environment, Error, ErrorKind, State};
-use std::collections::HashSet;
 
 const NAME: &str = "chat";
 
@@ -46,9 +45,18 @@ impl Jinja {
         Ok(Self(env))
     }
 
-    /// The names that it reads from its context.
-    pub fn names(&self) -> Result<HashSet<String>> {
-        Ok(self.0.get_template(NAME)?.undeclared_variables(false))
+    /// Whether it reads `name` from its context. Where it sets the name too, as in `set x = x if x is defined else 1`, minijinja takes it for
+    /// the template's own: then it counts as read wherever it stands in a tag.
+    pub fn reads(&self, name: &str) -> Result<bool> {
+        let template = self.0.get_template(NAME)?;
+        let tags = template.source().split("{%").skip(1).chain(template.source().split("{{").skip(1));
+        let mut words = tags.flat_map(|tag| {
+            let end = tag.find("%}").into_iter().chain(tag.find("}}")).min().unwrap_or(tag.len());
+            // Every second part is in quotes.
+            let code = tag[..end].split(['\'', '"']).step_by(2);
+            code.flat_map(|code| code.split(|c: char| !c.is_alphanumeric() && c != '_'))
+        });
+        Ok(template.undeclared_variables(false).contains(name) || words.any(|word| word == name))
     }
 
     /// The text for `context`.

@@ -8,7 +8,7 @@ mod watch;
 
 use crate::args::ChatArgs;
 use crate::{gguf_tokenizer, Checkpoint};
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use jinja::Jinja;
 use minijinja::context;
 use minijinja::value::Value as JinjaValue;
@@ -71,12 +71,15 @@ impl Template {
             };
         };
         let jinja = Jinja::new(&text)?;
-        let read = jinja.names()?;
-        if args.no_thinking && !THINKING.iter().any(|name| read.contains(*name)) {
+        let mut reads_any = false;
+        for name in THINKING {
+            reads_any |= jinja.reads(name)?;
+        }
+        if args.no_thinking && !reads_any {
             bail!("--no-thinking: the chat template reads neither `{}`", THINKING.join("` nor `"))
         }
-        if let Some((name, _)) = args.template_arg.iter().find(|(name, _)| !read.contains(name)) {
-            bail!("--template-arg: the chat template does not read `{name}`")
+        for (name, _) in &args.template_arg {
+            ensure!(jinja.reads(name)?, "--template-arg: the chat template does not read `{name}`");
         }
         let system = args.system.clone().map(|content| Message { role: "system", content });
         Ok(Some(Self { jinja, values, system }))

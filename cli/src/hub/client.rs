@@ -123,7 +123,8 @@ impl<'a> Client<'a> {
         if blob.is_file() {
             return Ok(etag);
         }
-        let path = repo.join("blobs").join(format!("{etag}.incomplete"));
+        // Other programs' unfinished files may have holes: theirs have other names.
+        let path = repo.join("blobs").join(format!("{etag}.candle-gdn.incomplete"));
         let open = || OpenOptions::new().read(true).write(true).create(true).truncate(false).open(&path);
         let mut part = open().with_context(|| format!("cannot write {}", path.display()))?;
         // Another process may write it. Where the file system has no locks, it is not known.

@@ -129,19 +129,17 @@ fn select(listed: &[String], name: &Name, weights: bool, get: &dyn Fn(&str) -> R
     for file in TEXT_FILES.iter().copied().filter(|file| has(file)).chain(templates) {
         get(file)?;
     }
-    if weights && has(INDEX) {
+    // As transformers: beside a single file the index is of an earlier save.
+    if weights && has(SINGLE) {
+        get(SINGLE)?;
+    } else if weights {
+        ensure!(has(INDEX), "hub: {id} has neither {SINGLE} nor {INDEX} nor a GGUF file at revision {revision}");
         let index = get(INDEX)?;
         let text = std::fs::read_to_string(&index).with_context(|| format!("cannot read {}", index.display()))?;
-        let shards = shard_names(&text).with_context(|| format!("hub: {INDEX} of {id}"))?;
-        match shards.iter().find(|shard| !has(shard)) {
-            None => shards.iter().try_for_each(|shard| get(shard).map(drop))?,
-            // The index is of an earlier save.
-            Some(_) if has(SINGLE) => drop(get(SINGLE)?),
-            Some(shard) => bail!("hub: {INDEX} of {id} names {shard}, which is not there at revision {revision}"),
+        for shard in shard_names(&text).with_context(|| format!("hub: {INDEX} of {id}"))? {
+            ensure!(has(&shard), "hub: {INDEX} of {id} names {shard}, which is not there at revision {revision}");
+            get(&shard)?;
         }
-    } else if weights {
-        ensure!(has(SINGLE), "hub: {id} has neither {SINGLE} nor {INDEX} nor a GGUF file at revision {revision}");
-        get(SINGLE)?;
     }
     let config = get("config.json")?;
     config.parent().map(Path::to_path_buf).context("hub: a cached file without a directory")

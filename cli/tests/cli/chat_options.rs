@@ -128,6 +128,11 @@ fn a_template_is_given_what_the_options_say() {
     for value in ["false", "False"] {
         assert_eq!(chat(&arg, &["--template-arg", &format!("enable_thinking={value}")]), plain(user));
     }
+    // A name that the template sets from itself.
+    let set = "{%- set enable_thinking = enable_thinking if enable_thinking is defined else true %}";
+    copy.write("chat_template.jinja", format!("{set}{TEMPLATE}"));
+    assert_eq!(chat(&arg, &["--no-thinking"]), plain(user));
+    copy.write("chat_template.jinja", TEMPLATE);
     let system = ["--system", "Be brief", "--no-thinking", "--template-arg", "mood=And"];
     assert_eq!(chat(&arg, &system), plain(&format!("system: Be brief<|im_end|>\n{user}And")));
 

@@ -120,7 +120,7 @@ fn a_cut_download_goes_on() {
     let never = Hub::serve(copy.path(), Habit::NeverWhole);
     machine.fails(&never.endpoint, DEMO, &["cannot download config.json"]);
     let whole = std::fs::read(copy.file("config.json")).unwrap();
-    let part = machine.blob("config.json.incomplete");
+    let part = machine.blob("config.json.candle-gdn.incomplete");
     assert!(!machine.blob("config.json").exists() && part.metadata().unwrap().len() < whole.len() as u64);
     let hub = Hub::serve(copy.path(), Habit::Good);
     machine.run(&hub.endpoint, DEMO).good();
@@ -129,9 +129,24 @@ fn a_cut_download_goes_on() {
     // What is left of another process's try, longer than the file.
     let machine = Machine::new();
     std::fs::create_dir_all(machine.blob("")).unwrap();
-    std::fs::write(machine.blob("config.json.incomplete"), vec![b' '; whole.len() + 1]).unwrap();
-    machine.run(&hub.endpoint, DEMO).good();
+    std::fs::write(machine.blob("config.json.candle-gdn.incomplete"), vec![b' '; whole.len() + 1]).unwrap();
+    // And of another program's, which is left alone.
+    let other = machine.blob("tokenizer.json.incomplete");
+    std::fs::write(&other, vec![0; copy.file("tokenizer.json").metadata().unwrap().len() as usize]).unwrap();
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
     assert_eq!(std::fs::read(machine.blob("config.json")).unwrap(), whole);
+    assert!(other.exists());
+}
+
+/// As transformers takes the files, whatever an index of an earlier save says.
+#[test]
+fn a_single_file_comes_before_shards() {
+    let (copy, machine) = (sharded(), Machine::new());
+    let single = format!("{}/model.safetensors", candle_gdn_models_testing::demo::DEMO);
+    std::fs::copy(single, copy.file("model.safetensors")).unwrap();
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
+    assert!(!hub.requests().iter().any(|request| request.path.ends_with(&shard(1))));
 }
 
 #[test]

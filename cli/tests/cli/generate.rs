@@ -60,7 +60,7 @@ fn prefill_chunks_change_nothing() {
     let file = Copy::new();
     let text = "In the beginning God created the heaven and the earth. And the earth was without form, and void; \
                 and darkness was upon the face of the deep. And the Spirit of God moved upon the face of the";
-    let path = file.arg_of("prompt.txt", text);
+    let path = file.arg_of("prompt.txt", format!("\u{FEFF}{text}")); // a byte order mark is no text
     let with = |chunk: &str| generate(&["--prompt-file", &path, "-n", "12", "--prefill-chunk", chunk]).stdout;
     let whole = generate(&["--prompt", text, "-n", "12"]).stdout;
     for chunk in ["1", "7", "32", "1000"] {
