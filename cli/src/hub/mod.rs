@@ -7,7 +7,7 @@ mod settings;
 
 use crate::checkpoint::shard_names;
 use crate::status;
-use anyhow::{bail, ensure, Context, Result};
+use anyhow::{ensure, Context, Result};
 use client::Client;
 pub use name::Name;
 use settings::Settings;
