@@ -187,8 +187,11 @@ template <typename PLACES> struct StepMatrices : PLACES {
     const float written = sum_before(earlier[0] + earlier[1], lane);
     const float decay[2] = {from + written + states, (later[1] + after) + (written + earlier[0]) + states};
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (t0 + i < count()) add_part(p.d_log_decay, t0 + i, decay[i]);
+    for (int i = 0; i < 2; ++i) {
+      // A decay of zero has no gradient: what rounding left of the sums would be multiplied by its logarithm.
+      const float own = f.c[t0 + i] - (t0 + i > 0 ? f.c[t0 + i - 1] : 0.f);
+      if (t0 + i < count()) add_part(p.d_log_decay, t0 + i, own < chunk::kLeastDecay + 1.f ? 0.f : decay[i]);
+    }
   }
 
   // A token's gradient of a gate: of the first part written, of others added by the same thread.
