@@ -102,7 +102,7 @@ def cases():
     yield from every(rows("entries capacity", (8, 24), (5, 10), (16, 24)), plan=["decode", "verification"], state=["f32", "bf16"], n=3, hk=2, hv=4)
     # Rings as small as a call needs, in shapes that read the keys where they are.
     yield from every(plan="verification", io="f32", n=5, hk=2, hv=4, entries=5, capacity=10)
-    yield from every(plan="verification", io="f32", n=2, hk=2, hv=2, entries=2, capacity=7, **OTHER)
+    yield from every(plan="verification", io="f32", n=2, hk=2, hv=2, entries=3, capacity=6, **OTHER)
     # The same bits again, from a graph and overlapped.
     yield from every(plan=["staggered", "verification", "moves"], state=["f32", "bf16"], n=5, hk=2, hv=4, slots=True, ways=WAYS)
     yield from every(plan=["staggered", "verification", "moves"], state=["f32", "bf16"], n=5, hk=3, hv=3, **OTHER, slots=True, ways=WAYS)
