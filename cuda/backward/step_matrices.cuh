@@ -115,9 +115,9 @@ template <typename PLACES> struct StepMatrices : PLACES {
       }
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        packed[2 * t + i] = chunk::pack2_written<T>(m[2 * i], m[2 * i + 1]);
+        packed[2 * t + i] = chunk::pack2_finite<T>(m[2 * i], m[2 * i + 1]);
         const float2 near = chunk::unpack2<T>(packed[2 * t + i]);
-        rest[2 * t + i] = chunk::pack2_written<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
+        rest[2 * t + i] = chunk::pack2_finite<T>(m[2 * i] - near.x, m[2 * i + 1] - near.y);
       }
     }
     const uint32_t at = chunk::tile_at(2048 * r.block, chunk::lanes_by_row(me.lane), 0, column_16);
@@ -255,7 +255,7 @@ template <typename PLACES> struct StepMatrices : PLACES {
 #pragma unroll
       for (int c = 0; c < 4; ++c) {
         const float2 u = chunk::unpack2<__half>(a[k][c]);
-        a[k][c] = chunk::pack2_written<T>(u.x * scale, u.y * scale);
+        a[k][c] = chunk::pack2_finite<T>(u.x * scale, u.y * scale);
       }
     }
   }

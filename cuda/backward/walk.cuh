@@ -31,7 +31,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
 
     // The updates.
     uint32_t operand[8][4];
-    chunk::to_operand<T, true>(operand, state);
+    chunk::to_operand<T>(operand, state);
     float x[8][4];
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
     if (w.store) w.store_image(operand, w.buffers.states, i);
@@ -50,7 +50,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
 #pragma unroll
       for (int c = 0; c < 4; ++c) y[t][c] = x[t][c];
     chunk::scale_columns(y, f.write, lane);
-    chunk::to_operand<T, true>(half, y);
+    chunk::to_operand<T>(half, y);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     // While its products are under way: U / beta, in f16 and divided by a power of two.
@@ -98,7 +98,7 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 #pragma unroll
     for (int c = 0; c < 4; ++c) {
       const float2 x = chunk::unpack2<T>(a[m][c]);
-      a[m][c] = chunk::pack2_written<T>(x.x * (c < 2 ? f.x : f.z), x.y * (c < 2 ? f.y : f.w));
+      a[m][c] = chunk::pack2_finite<T>(x.x * (c < 2 ? f.x : f.z), x.y * (c < 2 ? f.y : f.w));
     }
   }
 }
@@ -127,7 +127,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     // What does not depend on each other: dS K^T, dO^T Att, dO^T Q.
     float x[8][4], y[8][4];
     uint32_t operand[8][4], half[4][4], out[4][4], scaled[4][4];
-    chunk::to_operand<T, true>(operand, state);
+    chunk::to_operand<T>(operand, state);
     load_columns(out, values, warp, lane);
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
     w.template wait_for_queries<STAGES == 2 ? 1 : 0>(step, i);
@@ -157,7 +157,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
 
     // The new gradient of the state.
     chunk::scale_columns(x, f.key, lane);
-    chunk::to_operand<T, true>(half, x);
+    chunk::to_operand<T>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     if (w.store) {
       chunk::put_out(out, w.out_tile(step), warp, lane);

@@ -26,7 +26,9 @@ template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &
   LaunchConfig c;
   if (const int status = scan_grid(scan_blocks(p, s, pass), &c)) return status;
   c.stream = stream;
-  c.overlap = true;
+  // The scan reads states before it waits: only the launch of prepare, which waits for all before it, lets it begin early. Without
+  // a token there is none.
+  c.overlap = s.chunks > 0;
   const bool first = pass == kFirst;
   if (p.common.head_k <= 64)
     return first ? launch_scan80<T, 64, 4, kFirst>(p, plan, c, optin) : launch_scan80<T, 64, 4, kWhole>(p, plan, c, optin);

@@ -79,8 +79,9 @@ template <typename T> __device__ __forceinline__ uint32_t pack2_here(float a, fl
   return y;
 }
 
-// The same of what a key writes, the largest number of f16 where it is larger: a key of zeros then writes nothing, instead of inf 0.
-template <typename T, bool HERE = false> __device__ __forceinline__ uint32_t pack2_written(float a, float b) {
+// The same of what has no bound, the state and what is made of it: the largest number of f16 where it is larger. What it is multiplied
+// with may be zero, and inf 0 would be NaN, in the state for ever.
+template <typename T, bool HERE = false> __device__ __forceinline__ uint32_t pack2_finite(float a, float b) {
   if constexpr (std::is_same_v<T, __half>) {
     uint32_t y;
     asm volatile("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(b), "f"(a));

@@ -75,7 +75,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     uint32_t plain[4][4], written[4][4];
     if (PASS != kTransfer) to_operand<T>(plain, values);
     scale_columns(values, factors->write, lane);
-    to_operand<T, true>(written, values);
+    to_operand<T>(written, values);
     add_keys<T>(state, written, stage);
     if (PASS != kTransfer) {
       multiply_rows<T>(out, plain, matrices + kImageBytes, true);

@@ -15,15 +15,14 @@
 namespace gdn {
 namespace chunk {
 
-// A operands of the columns of `x`, of which each k step takes 16. WRITTEN: of what keys write.
-template <typename T, bool WRITTEN = false, int N> __device__ __forceinline__ void to_operand(uint32_t (&a)[N / 2][4], const float (&x)[N][4]) {
-  const auto pack = [](float a, float b) { return WRITTEN ? pack2_written<T>(a, b) : pack2<T>(a, b); };
+// A operands of the columns of `x`, of which each k step takes 16.
+template <typename T, int N> __device__ __forceinline__ void to_operand(uint32_t (&a)[N / 2][4], const float (&x)[N][4]) {
 #pragma unroll
   for (int k = 0; k < N / 2; ++k) {
-    a[k][0] = pack(x[2 * k][0], x[2 * k][1]);
-    a[k][1] = pack(x[2 * k][2], x[2 * k][3]);
-    a[k][2] = pack(x[2 * k + 1][0], x[2 * k + 1][1]);
-    a[k][3] = pack(x[2 * k + 1][2], x[2 * k + 1][3]);
+    a[k][0] = pack2_finite<T>(x[2 * k][0], x[2 * k][1]);
+    a[k][1] = pack2_finite<T>(x[2 * k][2], x[2 * k][3]);
+    a[k][2] = pack2_finite<T>(x[2 * k + 1][0], x[2 * k + 1][1]);
+    a[k][3] = pack2_finite<T>(x[2 * k + 1][2], x[2 * k + 1][3]);
   }
 }
 
@@ -62,10 +61,10 @@ __device__ __forceinline__ void to_operands(uint32_t (&plain)[4][4], uint32_t (&
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float(&y)[4] = x[2 * m + h], (&g)[2] = pairs[h];
-      plain[m][2 * h] = pack2_here<T>(y[0], y[1]);
-      plain[m][2 * h + 1] = pack2_here<T>(y[2], y[3]);
-      scaled[m][2 * h] = pack2_written<T, true>(y[0] * g[0], y[1] * g[1]);
-      scaled[m][2 * h + 1] = pack2_written<T, true>(y[2] * g[0], y[3] * g[1]);
+      plain[m][2 * h] = pack2_finite<T, true>(y[0], y[1]);
+      plain[m][2 * h + 1] = pack2_finite<T, true>(y[2], y[3]);
+      scaled[m][2 * h] = pack2_finite<T, true>(y[0] * g[0], y[1] * g[1]);
+      scaled[m][2 * h + 1] = pack2_finite<T, true>(y[2] * g[0], y[3] * g[1]);
     }
   }
 }

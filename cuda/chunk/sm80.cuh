@@ -148,7 +148,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
     to_operand<T>(half, values);
     scale_columns(values, factors.write, lane);
     uint32_t written[4][4];
-    to_operand<T, true>(written, values);
+    to_operand<T>(written, values);
     const float decay = factors.decay;
 #pragma unroll
     for (int t = 0; t < KK / 8; ++t)

@@ -38,10 +38,10 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
   const auto state_to_operands = [&](auto half) {    // half of the columns, and to shared memory for S Q^T
 #pragma unroll
     for (int k = half.value * KK / 32; k < (half.value + 1) * KK / 32; ++k) {
-      operand[k][0] = pack2_here<T>(state[2 * k][0], state[2 * k][1]);
-      operand[k][1] = pack2_here<T>(state[2 * k][2], state[2 * k][3]);
-      operand[k][2] = pack2_here<T>(state[2 * k + 1][0], state[2 * k + 1][1]);
-      operand[k][3] = pack2_here<T>(state[2 * k + 1][2], state[2 * k + 1][3]);
+      operand[k][0] = pack2_finite<T, true>(state[2 * k][0], state[2 * k][1]);
+      operand[k][1] = pack2_finite<T, true>(state[2 * k][2], state[2 * k][3]);
+      operand[k][2] = pack2_finite<T, true>(state[2 * k + 1][0], state[2 * k + 1][1]);
+      operand[k][3] = pack2_finite<T, true>(state[2 * k + 1][2], state[2 * k + 1][3]);
       if (PASS != kTransfer) store_block(tile_at(image + 2048 * warp, lanes_by_row(lane), 0, k), operand[k], lane);
     }
   };
@@ -107,7 +107,7 @@ __device__ __forceinline__ void wide_scan(const gdn_rule_params &p, const Plan &
       multiply_tiles<T, KK>(out, image, stage + S::kQ);
     } else {
       scale_columns(values, factors.write, lane);
-      to_operand<T, true>(written, values);
+      to_operand<T>(written, values);
     }
     add_keys<T>(state, written, stage);
     if constexpr (PASS != kTransfer) {

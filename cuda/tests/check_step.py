@@ -5,10 +5,10 @@ import ctypes as C
 import harness
 import reference
 import torch
-from abi import (AUTO, CODES, OK, STEP_AUTO, STEP_HEADS, STEP_NAMES, STEP_SPLIT, STEP_WHOLE, StepParams, columns, fill)
+from abi import (AUTO, CHUNKED_SM80, CODES, OK, STEP_AUTO, STEP_HEADS, STEP_NAMES, STEP_SPLIT, STEP_WHOLE, StepParams, columns, fill)
 from cases import CONSTANTS, every, rows
 from check_rule import HEADS, IO
-from harness import TYPES, WAYS, Launch, Output, expect, group, one_by_one, rows_of
+from harness import TYPES, WAYS, Launch, Output, call, expect, group, launch, one_by_one, report, rows_of, same
 from rule_case import RuleCase, once
 
 class Case(RuleCase):
@@ -101,6 +101,22 @@ def cases():
     yield from every(lens=[[1], [1] * 9, [1] * 64, [4] * 8], hk=16, hv=32, ways=WAYS)
 
 
+def check_copies(lib, args):
+    """GDN_CHUNKED_SM80 without a token copies states. The step before it, which writes them, lets it begin while it runs."""
+    for n, algo in ((64, STEP_AUTO), (2, STEP_AUTO), (64, STEP_WHOLE)):
+        stepped, copied = Case([1] * n, hk=16, hv=32), RuleCase([0] * n, hk=16, hv=32, slots="apart")
+        stepped.buffers()
+        copied.buffers()
+        copied.state_in = stepped.state_out
+        first, second, differ = stepped.params(lib, algo), copied.params(lib, CHUNKED_SM80), 0
+        for i in range(4 if args.quick else 40):
+            stepped.state_out.copy_(stepped.pool)
+            copied.state_out.fill_(float("nan"))
+            status = launch(lambda: call(lib.gdn_step, first) or call(lib.gdn_rule, second), graph=i % 2 == 1)
+            differ += status != OK or not same(copied.state_out, stepped.state_out)
+        report(f"states of {n} sequences copied after {STEP_NAMES[algo]}", differ == 0, f"{differ} copies differ")
+
+
 def check_status(lib, args):
     c = Case([1] * 2)
     c.buffers()
@@ -122,7 +138,7 @@ def times(args):
             ("the step, K 96, V 192", step, every(state=["f32", "bf16"], lens=[[t] * n for t in (1, 4) for n in (1, 2, 4, 8, 16, 32, 64, 128)], hk=30, hv=30, k=96, v=192))]
 
 
-GROUPS = {"step": check_step, "status": check_status}
+GROUPS = {"step": check_step, "copies": check_copies, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times)
