@@ -48,6 +48,15 @@ int check(const gdn_ring_step_params &p) {
   return p.inputs_stride < 0 || p.inputs_stride > kMaxOffset ? GDN_BAD_STRIDE : GDN_OK;
 }
 
+// A flush reads neither gates nor tokens, whatever they hold.
+int check(const gdn_ring_flush_params &p) {
+  gdn_common common = p.common;
+  common.a = common.b = {};
+  common.gate_dtype = GDN_F32;
+  common.seqs = {nullptr, p.common.seqs.num_seqs, 0, 0, 0};
+  return check(common, p.ring);
+}
+
 bool any_null(const gdn_common &p, const gdn_ring &ring) {
   return !p.state_in || !p.state_out || !ring.keys || !ring.updates || !ring.decays || !ring.spans;
 }
@@ -94,7 +103,7 @@ extern "C" int gdn_ring_flush(const gdn_ring_flush_params *params, cudaStream_t 
   using namespace gdn;
   if (!params) return GDN_NULL_POINTER;
   const gdn_ring_flush_params &p = *params;
-  if (const int status = ring::check(p.common, p.ring)) return status;
+  if (const int status = ring::check(p)) return status;
   if (p.common.seqs.num_seqs == 0) return GDN_OK;
   if (ring::any_null(p.common, p.ring)) return GDN_NULL_POINTER;
   if (!plan::ring_supports(p.common, p.ring)) return GDN_BAD_ALGO;

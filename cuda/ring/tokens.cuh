@@ -273,7 +273,7 @@ tokens_kernel(const __grid_constant__ gdn_ring_step_params p, const __grid_const
     constexpr int kAtOnce = 32 / kWarpRows;
     const int r = lane % kWarpRows;
     T *o = tokens.out_row<T>(p.layer.out, lane / kWarpRows, head) + warp_row0 + r;
-    for (int t = lane / kWarpRows; t < count; t += kAtOnce, o += kAtOnce * static_cast<uint32_t>(p.layer.out.token_stride))
+    for (int t = lane / kWarpRows; t < count; t += kAtOnce, o += kAtOnce * p.layer.out.token_stride)
       *o = shared.v(t)[kWarpRows * warp + r];
   }
 

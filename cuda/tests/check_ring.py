@@ -2,6 +2,7 @@
 """gdn_ring_step, gdn_ring_flush, gdn_ring_advance and gdn_ring_inputs, over the pair (state, ring), against the plain recurrence in
 float64: one token and several, flushes, drafts taken back, moved states, long runs.
 """
+import math
 import re
 
 import harness
@@ -10,7 +11,7 @@ from abi import RING_AUTO, RING_FMA, RING_MMA, RING_STEP_TOKENS, RingAdvancePara
 from cases import CONSTANTS, every, rows, words
 from check_rule import HEADS, IO
 from check_step import Case
-from harness import WAYS, Launch, add, call, expect, null_params, one_by_one, report, u32
+from harness import WAYS, Launch, add, call, expect, launch, null_params, one_by_one, report, same, u32
 from reference import relative
 from ring_case import Sequences
 
@@ -174,6 +175,21 @@ def check_drift(lib, args):
                f"o {o:.1e} state {last:.1e}; gdn_step o {plain[0]:.1e} state {plain[1]:.1e}", quiet=False)
 
 
+def check_strides(lib, args):
+    """Outputs 2^31 elements apart are those of a dense tensor."""
+    for state, tokens in () if args.quick else (("f32", 1), ("f32", 3), ("bf16", 3)):
+        s = Sequences(lib, 1, 2, 4, state=state)
+        drawn, near = s.draw(tokens), torch.empty(tokens, 4 * s.v, dtype=torch.bfloat16)
+        stride = 1 << 31
+        far = torch.empty((tokens - 1) * stride + 4 * s.v, dtype=torch.bfloat16)
+        rows = far.as_strided((tokens, 4 * s.v), (stride, 1)).fill_(math.nan)
+        p = s.params(drawn, near, sequences([tokens]), s.slots)
+        status = launch(lambda: call(lib.gdn_ring_step, p))
+        p.out__ptr, p.out__token_stride = far, stride
+        status = status or launch(lambda: call(lib.gdn_ring_step, p))
+        report(f"outputs far apart, {tokens} tokens, {state} state", status == 0 and same(rows, near), f"status {status}")
+
+
 def check_status(lib, args):
     s = Sequences(lib, 2, 2, 4)
     drawn, o = s.draw(4), torch.empty(8, 4 * s.v, dtype=torch.bfloat16)
@@ -196,7 +212,9 @@ def check_status(lib, args):
         "BAD_LENGTH": one_by_one(num_seqs=[-1], ring__capacity=[33], ring__max_entries=[0, 17]),
         "BAD_STRIDE": one_by_one(ring__keys_stride=[-1]),
         "NULL_POINTER": one_by_one(state_in=[None], ring__keys=[None], ring__spans=[None]),
-        "OK": [dict(num_seqs=0)]})
+        # Gates and tokens are not read.
+        "OK": one_by_one(num_seqs=[0], gate_dtype=[9], a__token_stride=[-1], b__head_stride=[-1], tokens_per_seq=[-1, 17]) +
+              [dict(ring__capacity=16, tokens_per_seq=1)]})
     expect("ring inputs", lib.gdn_ring_inputs, lambda: s.inputs_params()[0], {
         "BAD_DTYPE": [dict(io_dtype=3)],
         "BAD_CONV_WIDTH": one_by_one(conv_width=[1, 9]),
@@ -236,7 +254,7 @@ def times(args):
             ("several tokens, K 96, V 192", timed, every(tokens=[4, 8, 16], state=["f32", "bf16"], batch=[1, 32, 128], **other))]
 
 
-GROUPS = {"cases": check_cases, "inputs": check_inputs, "drift": check_drift, "status": check_status}
+GROUPS = {"cases": check_cases, "inputs": check_inputs, "drift": check_drift, "strides": check_strides, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times)
