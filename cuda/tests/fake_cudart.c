@@ -25,6 +25,9 @@ cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaGetLastError(void) { return cudaSuccess; }
 const char *cudaGetErrorString(cudaError_t e) { return e == cudaSuccess ? "success" : "error"; }
 cudaError_t cudaMemsetAsync_ptsz(void *p, int v, size_t n, cudaStream_t s) { return (void)p, (void)v, (void)n, (void)s, cudaSuccess; }
+cudaError_t cudaMemset2DAsync_ptsz(void *p, size_t pitch, int v, size_t width, size_t height, cudaStream_t s) {
+  return (void)p, (void)pitch, (void)v, (void)width, (void)height, (void)s, cudaSuccess;
+}
 cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attribute, int device) {
   (void)device;
   switch (attribute) {

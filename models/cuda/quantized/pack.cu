@@ -208,8 +208,11 @@ int rows(const gdn_quantized_rows_params *params, cudaStream_t stream) {
   if (p.rows < 0 || (!p.ids && p.rows > p.outputs)) return GDN_BAD_LENGTH;
   if (p.y_stride < 0) return GDN_BAD_STRIDE;
   if (p.rows == 0) return GDN_OK;
-  if (!p.w || !p.y) return GDN_NULL_POINTER;
-  if (!aligned(p.w, 128) || !aligned(p.y, 16) || p.y_stride * dtype_size(p.dtype) % 16) return GDN_BAD_ALGO;
+  if ((!p.w && p.outputs > 0) || !p.y) return GDN_NULL_POINTER;
+  const int64_t pitch = p.y_stride * dtype_size(p.dtype), width = p.inputs * dtype_size(p.dtype);
+  if (!aligned(p.w, 128) || !aligned(p.y, 16) || pitch % 16) return GDN_BAD_ALGO;
+  // All ids are past the last row. The kernel reads the first row for such an id, and there is none.
+  if (p.outputs == 0) return cuda_status(cudaMemset2DAsync(p.y, p.rows > 1 ? pitch : width, 0, width, p.rows, stream));
   return with_type(p.type, [&](auto type) {
     constexpr int kType = decltype(type)::value;
     RowsArgs args = {static_cast<const uint8_t *>(p.w), p.ids, p.y, p.y_stride, p.rows, p.outputs,

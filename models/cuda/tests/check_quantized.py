@@ -161,6 +161,13 @@ def check_rows(lib, args):
         verify(lib, f"rows {name} {dtype} {words(dict(shape=tuple(want.shape), gap=gap, ids=ids is not None, paired=packed.paired))}",
                Launch(lib.gdn_quantized_rows, packed.rows_params(y.view, dtype, ids), lambda: [Output("y", y.buffer, y.index, want)]))
 
+    # Rows of a matrix without any are zeros, and nothing is read: no memory is there.
+    for name, dtype in itertools.product(NAMES, TYPES):
+        y, ids = Frame(3, 768, dtype, 16), u32([0, 5, 0xFFFFFFFF])
+        empty = fill(QuantizedRowsParams, w=None, ids=ids, y=y.view, y_stride=y.view.stride(0), type=NAMES[name], outputs=0, inputs=768, rows=3,
+                     paired=0, dtype=CODES[dtype])
+        verify(lib, f"rows of an empty {name} {dtype}",
+               Launch(lib.gdn_quantized_rows, empty, lambda: [Output("y", y.buffer, y.index, torch.zeros(3, 768))]))
     shapes = ((33, 256),) if args.quick else ((1, 256), (33, 768), (300, 2560))
     for name, dtype, (outputs, inputs), gap in itertools.product(NAMES, TYPES, shapes, (0, 16)):
         packed = Packed(lib, Blocks(name, outputs, inputs, 1.0, inputs))
