@@ -93,7 +93,7 @@ typedef struct gdn_common {
   int32_t gate_dtype;      // gdn_dtype of a, b
   int32_t state_dtype;     // GDN_F32 or GDN_BF16: how states are stored; all arithmetic is in f32. gdn_rule also supports GDN_F16
   int32_t l2norm;          // normalise q and k in the kernel
-  float l2_eps;            // inside the root, added to the sum of squares
+  float l2_eps;            // inside the root, added to the sum of squares; in the chunk forms 2^-100 at least
   float scale;             // multiplies q after the norm
   float beta_scale;        // 1, or 2 for models with negative eigenvalues
 } gdn_common;
@@ -146,7 +146,8 @@ typedef struct gdn_rule_params {
 int gdn_rule(const gdn_rule_params *params, cudaStream_t stream);
 // Which kernel gdn_rule would launch for these parameters on the current device: a gdn_algo other than GDN_AUTO.
 int gdn_rule_choice(const gdn_rule_params *params, int32_t *algo);
-// How many bytes of workspace gdn_rule needs for these parameters on the current device; follows from sizes alone.
+// How many bytes of workspace gdn_rule needs for these parameters on the current device. Nothing on the device is read, but with
+// GDN_AUTO it holds for these pointers and strides alone: their alignment decides which kernel runs. A null pointer is aligned.
 int gdn_rule_workspace(const gdn_rule_params *params, int64_t *bytes);
 
 // Depthwise causal convolution over time, then SiLU: y[t, c] = silu(sum_j w[c, j] x[t - width + 1 + j, c]), where
@@ -180,7 +181,8 @@ int gdn_norm(const gdn_norm_params *params, cudaStream_t stream);
 
 // The backward pass. Gradients are of a loss L: d_x has the shape of x and holds dL/dx. Sums over tokens go through a fixed tree, so that
 // equal inputs give equal bits on equal devices. Slots are not supported: sequence n has state n. The workspaces are aligned to 256
-// bytes, their contents mean nothing before and after, and their sizes follow from the sizes of the call and from the device.
+// bytes, and their contents mean nothing before and after. Their sizes follow from the sizes of the call and from the device, and hold
+// for its pointers and strides alone: the alignment of these decides which kernel runs.
 
 // The gates of the rule by themselves: g = -exp(a_log) softplus(a + dt_bias) and beta = beta_scale sigmoid(b).
 typedef struct gdn_ready_gates_params {

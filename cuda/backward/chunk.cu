@@ -1,4 +1,5 @@
 // The backward pass in chunks: how sequences are cut, how much workspace that needs.
+#include "../chunk/chunk.h"
 #include "../common/launch.cuh"
 #include "combine.cuh"
 #include "maps.h"
@@ -74,7 +75,9 @@ int chunked_backward_workspace(const gdn_rule_backward_params &p, int64_t *bytes
   return GDN_OK;
 }
 
-int launch_chunked_backward(const gdn_rule_backward_params &p, bool sm90, cudaStream_t stream) {
+int launch_chunked_backward(const gdn_rule_backward_params &params, bool sm90, cudaStream_t stream) {
+  gdn_rule_backward_params p = params;
+  p.common.l2_eps = chunked_eps(p.common.l2_eps);
   backward::Schedule s;
   if (const int status = backward::make_schedule(p, &s)) return status;
   const int64_t bytes = s.bytes();

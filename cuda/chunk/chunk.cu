@@ -79,7 +79,9 @@ int chunked_workspace(const gdn_rule_params &p, int32_t algo, int64_t *bytes) {
   return GDN_OK;
 }
 
-int launch_chunked(const gdn_rule_params &p, int32_t algo, cudaStream_t stream) {
+int launch_chunked(const gdn_rule_params &params, int32_t algo, cudaStream_t stream) {
+  gdn_rule_params p = params;
+  p.common.l2_eps = chunked_eps(p.common.l2_eps);
   const bool sm90 = algo == GDN_CHUNKED_SM90;
   chunk::Schedule s;
   if (const int status = chunk::make_schedule(p, sm90, &s)) return status;

@@ -149,6 +149,17 @@ def check_packing(lib, args):
         report(f"{name}: NaN in one sequence", all(same(spoilt[i], together[i]) for i in range(len(lens)) if i != 3))
 
 
+def check_small(lib, args):
+    """Without an eps the chunk forms have one of their own: keys of zeros leave nothing infinite."""
+    for algo in (algo for algo in algos_here(lib, dict(lens=[70, 5])) if algo != RECURRENT):
+        case, results = Rule([70, 5], keys="zeros"), []
+        for eps in (0.0, 2.0 ** -100):
+            prepare(lib, case, algo).last.l2_eps = eps
+            results.append([x for parts in left(lib, case, lib.gdn_rule_backward) for x in parts])
+        ok = same(*results) and all(bool(x.isfinite().all()) for x in results[0])
+        report(f"keys of zeros without an eps {NAMES[algo]}", ok, "differs, or is not finite")
+
+
 def check_goldens(lib, args):
     folder = os.environ.get("CANDLE_GDN_GOLDENS")
     path = os.path.join(folder, "op_grads.safetensors") if folder else ""
@@ -201,7 +212,7 @@ def times(args):
 
 
 GROUPS = {"gates": group(ready_gates, GATES, GATES_QUICK), "conv": group(conv, convs, CONV_QUICK), "norm": group(norm, NORMS, NORM_QUICK), "rule": check_rule,
-          "packing": check_packing, "goldens": check_goldens, "status": check_status}
+          "packing": check_packing, "small": check_small, "goldens": check_goldens, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times)

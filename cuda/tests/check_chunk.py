@@ -132,6 +132,36 @@ def check_resume(lib, args):
             verify(lib, f"{total} tokens cut at {cut} {ALGO_NAMES[algo]}", Launch(both, second, lambda: c.outputs(algo), after=c.after))
 
 
+def check_large(lib, args):
+    """A state past the largest number of f16 is cut off in products: nothing becomes NaN, and once it has decayed it is as any other."""
+    sizes = [dict(lens=[700] * 2, k=64, v=64), dict(lens=[700] * 2), dict(lens=[700] * 9, hk=8, hv=16)]
+    for case in sizes[:1] if args.quick else sizes:
+        c = RuleCase(io="f16", **case, **FRAMED)
+        c.pool *= 1e6
+        c.a_log.zero_()
+        c.dt_bias.fill_(-2.0)      # some e^-100 in all
+        want, _, state = c.reference()
+        for algo, segments in ((algo, segments) for algo in algos_here() for segments in (1, 3)):
+            c.buffers()
+            p = c.params(lib, algo, segments)
+            status = launch(lambda: call(lib.gdn_rule, p))
+            o = c.o[c.index].unflatten(-1, (c.hv, c.v)).double()
+            e_o, e_state = relative(o[:, -64:], want[:, -64:]), relative(c.state_out.view_as(state), state)
+            ok = status == OK and not bool(o.isnan().any()) and max(e_o, e_state) <= CHUNKED_BOUND      # false for NaN
+            report(f"large states {words(case)} {ALGO_NAMES[algo]}, {segments} segments", ok, f"o {e_o:.1e} state {e_state:.1e}, status {status}")
+
+
+def check_small(lib, args):
+    """Without an eps the kernels have one of their own: keys of zeros, and those whose squares sum up to a subnormal number."""
+    for keys in (dict(qk_size=1e-21), dict(qk_size=1e-16), dict(keys="zeros")):
+        for lens, algo in ((lens, algo) for lens in ([130] * 2, [70, 5]) for algo in algos_here()):
+            c = RuleCase(lens, l2_eps=2.0 ** -100, **keys, **FRAMED)
+            c.buffers()
+            p = c.params(lib, algo)
+            p.l2_eps = 0.0
+            verify(lib, f"small keys {words(keys)} {lens} {ALGO_NAMES[algo]}", Launch(lib.gdn_rule, p, lambda: c.outputs(algo), after=c.after))
+
+
 COPIES = """
 import torch
 x = torch.zeros(1 << 28, device="cuda")
@@ -271,7 +301,7 @@ OPTIONS = [
     ("--busy", dict(type=float, metavar="S", help="seconds of launches beside other processes; default 10, with --quick none")),
     ("--stamps", dict(type=int, default=0, metavar="N",
                       help="of the times: record that many events a warp; for a library built with -DGDN_PROFILE"))]
-GROUPS = {"named": check_named, "resume": check_resume, "status": check_status, "random": check_random, "busy": check_busy}
+GROUPS = {"named": check_named, "resume": check_resume, "large": check_large, "small": check_small, "status": check_status, "random": check_random, "busy": check_busy}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times, options=OPTIONS)
