@@ -32,7 +32,6 @@ int launch_whole(const ParamsOf<UNIT != Unit::kRule> &p, cudaStream_t stream, bo
   int64_t bytes = plan::whole_bytes(p.common, ratio) - plan::whole_tiles(D::kK) + kTiles;
   int optin = 0;
   if (const int status = shared_limit(&optin)) return status;
-  if (bytes > optin) return GDN_BAD_ALGO;
   // 1 KB a block is the system's.
   if (blocks && optin / blocks - 1024 > bytes) bytes = optin / blocks / 1024 * 1024 - 1024;
   const dim3 grid(static_cast<unsigned>(UNIT == Unit::kKeyHead ? p.common.num_k_heads : p.common.num_v_heads),

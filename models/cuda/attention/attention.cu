@@ -117,7 +117,6 @@ int choose(const gdn_attention_params &p, Choice *c) {
     const Kernel deeper = {dim, 16, 6, 2};
     if (k.rows == 16 && kBlocks * (deeper.bytes() + 1024) <= shared && deeper.bytes() <= c->optin) k = deeper;
   }
-  if (k.bytes() > c->optin) return GDN_BAD_ALGO;
 
   // CUDA reserves 1 KB a block.
   const int64_t fit = shared / (k.bytes() + 1024), resident = sms * (fit < 1 ? 1 : fit < kBlocks ? fit : kBlocks);

@@ -73,7 +73,6 @@ template <typename T> int run_packed(const gdn_moe_params &p, const Args &args, 
   const int64_t blocks = tiles < sms ? tiles : sms;
   const int64_t most_units = ceil_div((tiles / blocks + 2) * units, kWarps);
   q.stages = stages_of(rows, most_units, stage, optin - at);
-  if (q.stages < 1) return GDN_BAD_ALGO;
   config.grid = dim3(static_cast<unsigned>(blocks));
   config.shared_bytes = at + q.stages * kWarps * stage;
   const int status = rows == 1 ? launch_allowed<packed_gate_up_kernel<T, 1>>(config, optin, q)

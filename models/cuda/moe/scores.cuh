@@ -67,11 +67,9 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
   load(first);
 
   // The memory is idle until the experts are known, all but the shared one: its first weights come into L2 meanwhile.
-  if constexpr (GROUPS * 8 <= GDN_MOE_FEW_TOKENS) {
-    const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
-    for (int i = block * kScoreThreads + tid; i < a.shared_lines; i += blocks * kScoreThreads)
-      prefetch_l2(static_cast<const char *>(a.shared_gate_up) + i * int64_t{128});
-  }
+  const int blocks = gridDim.x * gridDim.y, block = blockIdx.y * gridDim.x + blockIdx.x;
+  for (int i = block * kScoreThreads + tid; i < a.shared_lines; i += blocks * kScoreThreads)
+    prefetch_l2(static_cast<const char *>(a.shared_gate_up) + i * int64_t{128});
 
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
