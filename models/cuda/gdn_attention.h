@@ -81,7 +81,8 @@ typedef struct gdn_attention_params {
   float scale;             // of the scores; head_dim^-0.5 as a rule
 } gdn_attention_params;
 int gdn_attention(const gdn_attention_params *params, cudaStream_t stream);
-// How many bytes of workspace gdn_attention needs for these parameters on the current device; follows from sizes alone.
+// How many bytes of workspace gdn_attention needs for these parameters on the current device. Nothing on the device is read, but it
+// holds for these pointers alone: the kernel for prompts needs none, and the alignment of o and gate decides whether it runs.
 int gdn_attention_workspace(const gdn_attention_params *params, int64_t *bytes);
 
 // positions[n] += the new tokens of sequence n, but for padding: once a forward pass, after its last layer.

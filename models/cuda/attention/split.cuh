@@ -71,8 +71,10 @@ __device__ __forceinline__ Keys keys_of(const Plan &plan, int capacity, int wind
   if constexpr (WINDOW) {
     const int seen = position + plan.group.quotient(row_tile * plan.rows_a_tile) + 1;
     const int end = position + plan.group.quotient(last) + 1;
-    // What the ring holds at most, whatever the arguments are.
-    const int first = max(max(seen - window, end - capacity), 0), turn = first / capacity * capacity;
+    // The ring holds the last `capacity` positions, and all new tokens are in it already: those of later tiles have taken the places
+    // of the first ones.
+    const int held = position + plan.group.quotient(rows) - capacity;
+    const int first = max(max(seen - window, held), 0), turn = first / capacity * capacity;
     return {position - turn, first - turn, end - turn};
   }
   return {position, 0, static_cast<int>(min(static_cast<uint32_t>(position) + static_cast<uint32_t>(plan.group.quotient(last)) + 1u,

@@ -48,7 +48,8 @@ def judge(case, q, caches, o, guard):
             want[0][slot][:, new] = new_k.transpose(0, 1)
             want[1][slot][:, new] = case.v[part][:kept].transpose(0, 1)
         # From what was rounded and written, so that this error is the attention's alone.
-        first = max(before + 1 - case.window, 0) if case.window else 0
+        # A ring has the last keys alone, whichever of them the first tokens would see.
+        first = max(before + 1 - case.window, before + length - case.capacity, 0) if case.window else 0
         k, v = (cache[slot][:, case.rows_of(first, before + length)].transpose(0, 1) for cache in caches)
         ref = attention(q[part], k, v, before - first, case.scale, case.gate[part] if case.gated else None, case.window)
         square += (o[part].double() - ref).pow(2).sum().item()
@@ -171,12 +172,22 @@ def windows(io):
                            slots=seed % 2 == 0, gated=seed % 3 != 0, splits=(0, 0, 3)[seed % 3], gap=8, seed=seed, **shape)
     yield dict(before=[5000], lens=[1], window=2000, capacity=2111, io=io, **WIDE)
     yield from (dict(before=[700, 5], lens=[tokens] * 2, window=128, capacity=530, scale=0.2, io=io, **WIDE) for tokens in (1, 400))
+    # The last tokens of a call have overwritten what its first ones would see: these see fewer, and none that come after them.
+    for shape in every(rows("heads kv_heads dim", (2, 2, 64), (16, 4, 64), (16, 2, 128), (16, 4, 256), (6, 2, 40)), io=io):
+        for tokens in (16, 64, 128, 130, 400, 600):
+            for window in (tokens // 2, tokens, tokens + 100):
+                seed += 1
+                yield dict(before=[tokens, 0, 70, 3 * tokens + 5], lens=[tokens] * 4, window=window, capacity=max(window, tokens),
+                           slots=seed % 2 == 0, gated=seed % 3 != 0, splits=(0, 0, 3)[seed % 3], seed=seed, **shape)
+    yield dict(before=[128], lens=[128], window=128, capacity=128, heads=1, kv_heads=1, dim=64, io=io)
+    yield dict(before=[200, 5, 1000], lens=[130, 1, 40], varlen=True, window=100, capacity=130, io=io, **WIDE)
     # Never as long as the window.
     yield dict(before=[90, 3], lens=[10, 10], window=512, capacity=100, io=io, **WIDE)
 
 
 def check_windows(lib, args):
     again = [dict(before=[900, 31, 5], lens=[tokens] * 3, window=512, capacity=600 + tokens, **WIDE) for tokens in (1, 4, 300)]
+    again += [dict(before=[900, 131], lens=[tokens] * 2, window=128, capacity=max(tokens, 128), **WIDE) for tokens in (16, 130)]
     for io in ["bf16"] if args.quick else IO:
         check_table(lib, list(windows(io))[::11] if args.quick else windows(io), [dict(io=io, **case) for case in again])
 

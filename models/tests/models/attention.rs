@@ -34,7 +34,8 @@ fn attention_is_the_definition() {
     }
 }
 
-/// Rings of the least capacity and of more, that have wrapped never, once and often; prompts have a kernel of their own.
+/// Rings of the least capacity in which every token sees its whole window, of more and of less, that have wrapped never, once and
+/// often; prompts have a kernel of their own.
 #[test]
 fn attention_with_a_window_is_the_definition() {
     let mut seed = 100;
@@ -50,13 +51,14 @@ fn attention_with_a_window_is_the_definition() {
                 ] {
                     for window in [1, 7, 40, 2000] {
                         let longest = before.iter().zip(&lens).map(|(b, t)| b + t).max().unwrap_or(0);
-                        let least = window + lens.iter().max().copied().unwrap_or(0) - 1;
-                        for more in [0, 13] {
+                        let tokens = lens.iter().max().copied().unwrap_or(0);
+                        let whole = window + tokens - 1;
+                        for capacity in [whole, whole + 13, window.max(tokens)] {
                             seed += 1;
                             Case {
                                 dtype,
                                 window: Some(window),
-                                capacity: (least + more).min(longest + 3),
+                                capacity: capacity.min(longest + 3),
                                 slots: seed % 2 == 0,
                                 gated: seed % 3 != 0,
                                 scale: (seed % 5 == 1).then_some(0.2),
@@ -66,6 +68,40 @@ fn attention_with_a_window_is_the_definition() {
                         }
                     }
                 }
+            }
+        }
+    }
+}
+
+/// The last tokens of a call have overwritten what the first ones would see: these see fewer, and none that come after them.
+#[test]
+fn attention_in_a_ring_as_long_as_its_window() {
+    for device in gpus(devices()) {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for (heads, tokens) in [(2, 128), (2, 16), (16, 300)] {
+                let before = [tokens, 0, 3 * tokens + 5, 70];
+                let ring = Case {
+                    dtype,
+                    window: Some(tokens),
+                    capacity: tokens,
+                    ..Case::new(&before, &[tokens; 4], heads, 2, 64, tokens as u64)
+                };
+                ring.check(&device);
+                Case { window: Some(tokens / 2), ..ring }.check(&device);
+            }
+        }
+    }
+}
+
+/// The kernels read several elements at once: what begins elsewhere is copied.
+#[test]
+fn attention_of_rows_that_begin_anywhere() {
+    for device in gpus(devices()) {
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            for (before, lens) in [([40, 7], [1, 1]), ([40, 7], [3, 3]), ([9, 0], [2, 5]), ([300, 0], [600, 600])] {
+                let case = Case { dtype, shifted: true, ..Case::new(&before, &lens, 16, 2, 64, 11) };
+                Case { gated: false, ..case.clone() }.check(&device);
+                case.check(&device);
             }
         }
     }
@@ -133,11 +169,15 @@ fn attention_refuses() -> Result<()> {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, device).unwrap();
     let positions = |values: &[u32]| Tensor::new(values, device).unwrap();
     let (k, v) = (zeros(&[2, 2, 8, 16]), zeros(&[2, 2, 8, 16]));
+    // Columns of wider rows.
+    let from = |width: usize, first: usize| zeros(&[2, 2, 8, width]).narrow(3, first, 16).unwrap();
     let cache = |k: &Tensor, v: &Tensor| AttentionCache::new(k, v, &positions(&[0, 6])).map(|_| ());
     for (result, want) in [
         (cache(&k, &k), "v: shares its storage with k"),
         (cache(&k, &zeros(&[2, 2, 9, 16])), "v: expected shape [2, 2, 8, 16]"),
         (cache(&zeros(&[2, 2, 8, 12]), &zeros(&[2, 2, 8, 12])), "multiple of 8 up to 256"),
+        (cache(&from(18, 0), &from(18, 0)), "k: expected rows at multiples of 16 bytes"),
+        (cache(&from(20, 4), &from(20, 2)), "v: expected rows at multiples of 16 bytes"),
         (cache(&zeros(&[2, 2, 8]), &v), "k: expected shape [slots, kv_heads, capacity, head_dim]"),
     ] {
         refused(result, &[want]);

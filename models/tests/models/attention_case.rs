@@ -26,6 +26,8 @@ pub struct Case {
     pub slots: bool,
     pub gated: bool,
     pub zero_centred: bool,
+    /// Queries and gates are views whose rows begin one element late.
+    pub shifted: bool,
     /// `None`: dim^-0.5.
     pub scale: Option<f64>,
     pub seed: u64,
@@ -56,6 +58,7 @@ impl Case {
             slots: false,
             gated: true,
             zero_centred: true,
+            shifted: false,
             scale: None,
             seed,
         }
@@ -139,6 +142,14 @@ struct Drawn {
     k_weight: Vec<f64>,
 }
 
+/// The last columns of a tensor with one more.
+fn shifted(x: &Tensor) -> Result<Tensor> {
+    let columns = x.dim(D::Minus1)?;
+    let first = x.narrow(D::Minus1, 0, 1)?.contiguous()?;
+    let wide = Tensor::cat(&[&first, &x.contiguous()?], D::Minus1)?.contiguous()?;
+    wide.narrow(D::Minus1, 1, columns)
+}
+
 impl Drawn {
     /// A cache with the case's old tokens, all else `empty`.
     fn cache(&self, case: &Case, data: &[f64], empty: f64, device: &Device) -> Result<Tensor> {
@@ -199,7 +210,12 @@ impl Drawn {
             (prepare, decode) = (prepare.with_cu_seqlens(&cu), decode.with_cu_seqlens(&cu));
         }
         poison(case.total() * heads * dim, case.dtype, device)?;
-        let q = prepare.forward(&q, &k, &v)?;
+        let mut q = prepare.forward(&q, &k, &v)?;
+        let mut gate = gate;
+        if case.shifted {
+            // Heads apart, and one after the other.
+            (q, gate) = (shifted(&q)?, shifted(&gate.flatten_from(lead.len())?)?);
+        }
         let o = decode.forward(&q, case.gated.then_some(&gate))?;
         if case.packed {
             cache.advance_packed(&cu)?;
@@ -290,7 +306,9 @@ impl Drawn {
                 for h in 0..heads {
                     let head = h / (heads / kv_heads) * (before + len) * dim;
                     let q = &queries[(t * heads + h) * dim..][..dim];
-                    let first = case.window.map_or(0, |window| (before + t + 1).saturating_sub(window));
+                    // A ring has the last keys alone, whichever of them the first tokens would see.
+                    let lost = (before + len).saturating_sub(case.capacity);
+                    let first = case.window.map_or(0, |window| (before + t + 1).saturating_sub(window).max(lost));
                     let weights: Vec<f64> = (first..before + t + 1)
                         .map(|j| {
                             let k = &keys[head + j * dim..][..dim];

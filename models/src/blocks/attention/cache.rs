@@ -26,10 +26,10 @@ pub(super) struct AttentionPlan {
 /// | `k`, `v` | `[slots, HKV, capacity, D]`, of one layout, not one storage; may be views of larger pools | f32, bf16 or f16 |
 /// | `positions` | `[sequences]`, contiguous: tokens in the cache before a call's new ones | u32 |
 ///
-/// D is a multiple of 8 up to 256. All are read on the device and keep their addresses: a captured CUDA graph replays
-/// for growing sequences. The ops do not change `positions`: all layers of a model share one tensor, and after the last
-/// one [`AttentionCache::advance`] adds the new tokens. The ops on it run on CUDA; models on the CPU have caches and a kernel
-/// of their own.
+/// D is a multiple of 8 up to 256; rows of `k` and `v` begin at multiples of 16 bytes. All are read on the device and keep their
+/// addresses: a captured CUDA graph replays for growing sequences. The ops do not change `positions`: all layers of a model share
+/// one tensor, and after the last one [`AttentionCache::advance`] adds the new tokens. The ops on it run on CUDA; models on the CPU
+/// have caches and a kernel of their own.
 #[derive(Debug, Clone)]
 pub struct AttentionCache {
     pub(super) k: Tensor,
@@ -39,9 +39,15 @@ pub struct AttentionCache {
     pub(super) window: Option<usize>,
 }
 
+/// Whether all rows begin at multiples of `elements`.
+pub(super) fn rows_on(x: &Tensor, elements: usize) -> bool {
+    let Some((_, lead)) = x.stride().split_last() else { return true };
+    lead.iter().chain([&x.layout().start_offset()]).all(|n| n.is_multiple_of(elements))
+}
+
 impl AttentionCache {
     /// # Errors
-    /// When a dtype, shape, stride or device does not fit; the message names the argument.
+    /// When a dtype, shape, stride, alignment or device does not fit; the message names the argument.
     pub fn new(k: &Tensor, v: &Tensor, positions: &Tensor) -> Result<Self> {
         let op = "attention_cache";
         check_float(op, "k", k.dtype())?;
@@ -60,6 +66,14 @@ impl AttentionCache {
         let spread = k.dims().iter().zip(k.stride()).all(|(&n, &stride)| n <= 1 || stride > 0);
         if k.stride()[3] != 1 || !spread {
             bail!("{op}: k: expected a contiguous last dimension and no repeated rows, got strides {:?}", k.stride());
+        }
+        for (arg, x) in [("k", k), ("v", v)] {
+            if !rows_on(x, 16 / x.dtype().size_in_bytes()) {
+                let (offset, stride) = (x.layout().start_offset(), x.stride());
+                bail!(
+                    "{op}: {arg}: expected rows at multiples of 16 bytes, got offset {offset} and strides {stride:?}"
+                );
+            }
         }
         if positions.rank() != 1 {
             bail!("{op}: positions: expected shape [sequences], got {:?}", positions.dims());

@@ -1,6 +1,6 @@
 //! The half after the append: attention of new tokens over the cache.
 
-use super::cache::{AttentionCache, AttentionPlan};
+use super::cache::{rows_on, AttentionCache, AttentionPlan};
 #[cfg(doc)]
 use candle_core::CustomOp2;
 use candle_core::{bail, Result, Tensor};
@@ -68,8 +68,13 @@ impl AttentionDecode {
     /// When a rank, shape, dtype or device does not fit; the message names the argument, what was expected and what came.
     pub fn forward(&self, q: &Tensor, gate: Option<&Tensor>) -> Result<Tensor> {
         let _working = Working::new(self.cache.device());
-        let q = dense_rows(q)?;
-        let second = gate.map_or(Ok(q.clone()), dense_rows)?;
+        // The kernels read queries 16 bytes and gates two elements at a time; other rows are copied.
+        let rows = |x: &Tensor, elements| match dense_rows(x)? {
+            x if rows_on(&x, elements) => Ok(x),
+            x => x.force_contiguous(),
+        };
+        let q = rows(q, 16 / q.dtype().size_in_bytes().max(1))?;
+        let second = gate.map_or(Ok(q.clone()), |gate| rows(gate, 2))?;
         for (arg, tensor) in [("q", &q), ("gate", &second)] {
             check_device(DECODE, arg, tensor, self.cache.device())?;
         }
