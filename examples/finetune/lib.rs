@@ -3,6 +3,7 @@
 pub mod adapter;
 pub mod curve;
 pub mod data;
+pub mod folder;
 pub mod model;
 pub mod optimizer;
 pub mod projection;

@@ -1,13 +1,14 @@
 //! Fine-tunes a model of Qwen's families or OLMo-Hybrid on a text file: `cargo run --release --example finetune`.
 
-use anyhow::{bail, Context, Result};
+use anyhow::{anyhow, bail, Context, Result};
 use candle_core::{DType, Device};
 use candle_gdn_cli::{bar, fix_thread_count, gpu, status, Checkpoint, LoadFormat};
 use candle_gdn_models::ModelConfig;
 use clap::builder::{PossibleValuesParser, TypedValueParser};
 use clap::Parser;
 use finetune::data::{sequences, Data};
-use finetune::train::{Options, Run};
+use finetune::folder;
+use finetune::train::{Options, Run, STATE};
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -34,7 +35,7 @@ struct Args {
     #[arg(long, value_name = "DIR", default_value = "finetuned")]
     out: PathBuf,
 
-    /// Go on with the run that was saved in --out; all other arguments and the text must be as they were
+    /// Go on with the run that was saved in --out; model, text and what is trained must be as they were
     #[arg(long)]
     resume: bool,
 
@@ -75,9 +76,9 @@ struct Args {
     #[arg(long, value_name = "LR")]
     learning_rate: Option<f64>,
 
-    /// Steps in which the learning rate rises; then it falls as half a cosine
-    #[arg(long, value_name = "N", default_value = "6")]
-    warmup: usize,
+    /// Steps in which the learning rate rises; then it falls as half a cosine [default: 6, or all where there are fewer]
+    #[arg(long, value_name = "N")]
+    warmup: Option<usize>,
 
     /// Share of a weight that a step takes away, times the learning rate
     #[arg(long, value_name = "X", default_value = "0.01")]
@@ -128,6 +129,9 @@ fn is_same_folder(a: &Path, b: &Path) -> bool {
 
 /// Whether all steps are done.
 fn run(args: &Args) -> Result<bool> {
+    // What needs no model comes before its download.
+    args.check()?;
+    let text = args.text()?;
     let device = match args.cpu || !candle_core::utils::cuda_is_available() {
         true => Device::Cpu,
         false => gpu(0)?,
@@ -139,9 +143,9 @@ fn run(args: &Args) -> Result<bool> {
     }
     let config = checkpoint.config()?;
     let options = args.options(&checkpoint, &config, dtype)?;
-    let data = args.data(&checkpoint)?;
+    let data = args.data(&text, &checkpoint)?;
     let [sequences, tokens] = data.counts();
-    std::fs::create_dir_all(&args.out).with_context(|| format!("--out: cannot make {}", args.out.display()))?;
+    folder::check(&args.out).context("--out")?;
     let files = checkpoint.weights()?;
     if args.full && files[0].parent().is_some_and(|from| is_same_folder(from, &args.out)) {
         bail!("--out: expected another folder than the checkpoint's, which --full would overwrite")
@@ -173,8 +177,10 @@ fn train(args: &Args, run: &mut Run) -> Result<()> {
     let bar = bar("training", args.steps.get(), "steps");
     bar.set_position(run.steps().len() as u64);
     let (start, mut tokens) = (Instant::now(), 0);
+    let mut saved = args.resume.then(|| run.steps().len());
     while !run.is_done() && !INTERRUPT.load(Ordering::SeqCst) {
-        let step = run.step()?;
+        // The weights of now are what went wrong: saved, they would replace good ones.
+        let step = run.step().map_err(|e| anyhow!("{e:#}; {}", args.what_is_saved(saved)))?;
         tokens += step.tokens;
         let rate = tokens as f64 / start.elapsed().as_secs_f64();
         let (done, loss) = (run.steps().len(), step.loss);
@@ -186,7 +192,11 @@ fn train(args: &Args, run: &mut Run) -> Result<()> {
             status!("step {done} of {}: {message}", args.steps);
         }
         if done % args.save_every == 0 && !run.is_done() {
-            run.save(&args.out)?;
+            match run.save(&args.out) {
+                Ok(()) => saved = Some(done),
+                // There may be room again before the end.
+                Err(e) => bar.suspend(|| status!("step {done}: not saved, training goes on: {e:#}")),
+            }
         }
     }
     bar.abandon();
@@ -194,15 +204,20 @@ fn train(args: &Args, run: &mut Run) -> Result<()> {
 }
 
 impl Args {
-    fn options(&self, checkpoint: &Checkpoint, config: &ModelConfig, dtype: DType) -> Result<Options> {
-        let (len, limit) = (self.sequence_len.get(), config.max_position_embeddings);
-        if len > limit {
-            bail!("--sequence-len: expected at most max_position_embeddings ({limit}), got {len}")
-        }
+    fn learning_rate(&self) -> f64 {
+        self.learning_rate.unwrap_or(if self.full { 3e-4 } else { 3e-3 })
+    }
+
+    fn warmup(&self) -> usize {
+        self.warmup.unwrap_or(6.min(self.steps.get()))
+    }
+
+    /// What can be wrong whatever the model is.
+    fn check(&self) -> Result<()> {
+        let (len, rate) = (self.sequence_len.get(), self.learning_rate());
         if self.pass_tokens < len {
             bail!("--pass-tokens: expected at least --sequence-len ({len}), got {}", self.pass_tokens)
         }
-        let rate = self.learning_rate.unwrap_or(if self.full { 3e-4 } else { 3e-3 });
         for (option, value) in [("learning-rate", rate), ("alpha", self.alpha), ("clip", self.clip)] {
             if !(value > 0. && value.is_finite()) {
                 bail!("--{option}: expected a number above 0, got {value}")
@@ -211,8 +226,33 @@ impl Args {
         if !(self.weight_decay >= 0. && self.weight_decay.is_finite()) {
             bail!("--weight-decay: expected a number of at least 0, got {}", self.weight_decay)
         }
-        if self.warmup > self.steps.get() {
-            bail!("--warmup: expected at most --steps ({}), got {}", self.steps, self.warmup)
+        if self.warmup() > self.steps.get() {
+            bail!("--warmup: expected at most --steps ({}), got {}", self.steps, self.warmup())
+        }
+        if !self.resume && self.out.join(STATE).exists() {
+            bail!("--out: {} has a run already: --resume goes on with it, another --out keeps it", self.out.display())
+        }
+        Ok(())
+    }
+
+    fn text(&self) -> Result<String> {
+        let Some(path) = &self.text else { return Ok(VERSES.to_string()) };
+        let text = std::fs::read_to_string(path).with_context(|| format!("--text: cannot read {}", path.display()))?;
+        // Editors of Windows begin a file with a byte order mark.
+        Ok(text.strip_prefix('\u{FEFF}').unwrap_or(&text).to_string())
+    }
+
+    fn what_is_saved(&self, step: Option<usize>) -> String {
+        match step {
+            Some(step) => format!("{} has step {step}, from which --resume goes on", self.out.display()),
+            None => "nothing was saved yet (--save-every)".to_string(),
+        }
+    }
+
+    fn options(&self, checkpoint: &Checkpoint, config: &ModelConfig, dtype: DType) -> Result<Options> {
+        let (len, limit) = (self.sequence_len.get(), config.max_position_embeddings);
+        if len > limit {
+            bail!("--sequence-len: expected at most max_position_embeddings ({limit}), got {len}")
         }
         Ok(Options {
             // PEFT looks for the checkpoint under this name.
@@ -226,8 +266,8 @@ impl Args {
             alpha: self.alpha,
             target_modules: self.target_modules.clone(),
             steps: self.steps.get(),
-            learning_rate: rate,
-            warmup: self.warmup,
+            learning_rate: self.learning_rate(),
+            warmup: self.warmup(),
             weight_decay: self.weight_decay,
             clip: self.clip,
             sequence_len: len,
@@ -238,15 +278,9 @@ impl Args {
         })
     }
 
-    fn data(&self, checkpoint: &Checkpoint) -> Result<Data> {
-        let text = match &self.text {
-            Some(path) => {
-                std::fs::read_to_string(path).with_context(|| format!("--text: cannot read {}", path.display()))?
-            }
-            None => VERSES.to_string(),
-        };
+    fn data(&self, text: &str, checkpoint: &Checkpoint) -> Result<Data> {
         let Some(tokenizer) = checkpoint.tokenizer()? else { bail!("--model: expected a checkpoint with a tokenizer") };
-        let sequences = sequences(&text, &tokenizer, self.sequence_len.get()).context("--text")?;
+        let sequences = sequences(text, &tokenizer, self.sequence_len.get()).context("--text")?;
         Ok(Data::new(sequences, self.pass_tokens, self.seed))
     }
 }

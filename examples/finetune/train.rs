@@ -3,11 +3,13 @@
 use crate::adapter::Targets;
 use crate::curve;
 use crate::data::{Data, Position};
+use crate::folder;
 use crate::model::{cross_entropy, Model};
 use crate::optimizer::{accumulate, clip, learning_rate, AdamW, Gradients};
 use crate::weights::{self, save_checkpoint, Weights};
 use anyhow::{bail, Context, Result};
 use candle_core::{DType, Device};
+use candle_gdn_cli::status;
 use candle_gdn_models::ModelConfig;
 use candle_nn::ParamsAdamW;
 use serde::{Deserialize, Serialize};
@@ -17,7 +19,7 @@ use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-/// What fixes the losses of a run: a resumed one must have the same.
+/// What fixes the losses of a run.
 #[derive(Clone, Debug, Serialize)]
 pub struct Options {
     pub model: String,
@@ -54,19 +56,28 @@ pub struct Step {
 #[derive(Serialize, Deserialize)]
 struct Progress {
     options: Value,
+    /// The [`weights::fingerprint`] of the checkpoint.
+    base: u64,
     /// A hash of the sequences.
     text: u64,
     position: Position,
     steps: Vec<Step>,
 }
 
-const STATE: &str = "training_state.safetensors";
+/// What `--resume` reads.
+pub const STATE: &str = "training_state.safetensors";
 const PROGRESS: &str = "progress";
+/// Options that a resumed run may have others of: they change neither the data nor the model, but the steps to come.
+const OF_STEPS: [&str; 5] = ["steps", "learning_rate", "warmup", "weight_decay", "clip"];
+/// Where a checkpoint keeps further chat templates.
+const TEMPLATES: &str = "additional_chat_templates";
+const INDEX: &str = "model.safetensors.index.json";
 
 pub struct Run {
     options: Options,
     config: ModelConfig,
     files: Vec<PathBuf>,
+    base: u64,
     weights: Weights,
     /// None where every weight is trained.
     targets: Option<Targets>,
@@ -94,8 +105,9 @@ impl Run {
             let adapters = targets.init(&frozen, options.rank, options.seed)?;
             (frozen.with_variables(adapters)?, Some(targets))
         };
+        let base = weights::fingerprint(&files)?;
         let optimizer = AdamW::new(ParamsAdamW { weight_decay: options.weight_decay, ..Default::default() });
-        Ok(Self { options, config, files, weights, targets, optimizer, data, steps: Vec::new() })
+        Ok(Self { options, config, files, base, weights, targets, optimizer, data, steps: Vec::new() })
     }
 
     /// Steps done.
@@ -145,8 +157,12 @@ impl Run {
         Ok(step)
     }
 
-    /// Writes the adapter or the checkpoint, the curve, and last the state: only that is read again.
+    /// Writes the adapter or the checkpoint, the curve, and last the state: only that is read again. Each file appears whole.
     pub fn save(&self, dir: &Path) -> Result<()> {
+        folder::save(dir, STATE, |part| self.write(part))
+    }
+
+    fn write(&self, dir: &Path) -> Result<()> {
         match &self.targets {
             Some(targets) => targets.save(&self.weights, &self.options, dir)?,
             None => self.save_full(dir)?,
@@ -162,7 +178,7 @@ impl Run {
         }
         let options = serde_json::to_value(&self.options)?;
         let (text, position) = (self.data.hash(), self.data.position());
-        let progress = Progress { options, text, position, steps: self.steps.clone() };
+        let progress = Progress { options, base: self.base, text, position, steps: self.steps.clone() };
         let metadata = [(PROGRESS.to_string(), serde_json::to_string(&progress)?)].into();
         weights::write(&tensors, metadata, &dir.join(STATE))
     }
@@ -171,14 +187,11 @@ impl Run {
     fn save_full(&self, dir: &Path) -> Result<()> {
         save_checkpoint(&self.files, self.weights.variables(), &dir.join("model.safetensors"))?;
         let from = self.files[0].parent().unwrap_or(Path::new("."));
-        for entry in std::fs::read_dir(from)? {
-            let path = entry?.path();
-            let is_text = path.extension().is_some_and(|e| e == "json" || e == "txt" || e == "jinja");
-            if let (true, Some(name)) = (is_text && path.is_file(), path.file_name()) {
-                if name != "model.safetensors.index.json" {
-                    std::fs::copy(&path, dir.join(name)).with_context(|| format!("cannot copy {}", path.display()))?;
-                }
-            }
+        copy_texts(from, dir, &["json", "txt", "jinja"])?;
+        if from.join(TEMPLATES).is_dir() {
+            let to = dir.join(TEMPLATES);
+            std::fs::create_dir(&to).with_context(|| format!("cannot make {}", to.display()))?;
+            copy_texts(&from.join(TEMPLATES), &to, &["jinja"])?;
         }
         Ok(())
     }
@@ -186,16 +199,23 @@ impl Run {
     /// Goes on where the run in `dir` was saved.
     ///
     /// # Errors
-    /// When there is none, or its options or its text differ.
+    /// When there is none, or its model, its data or what is trained differs.
     pub fn resume(mut self, dir: &Path) -> Result<Self> {
         let path = dir.join(STATE);
         let progress = progress(&path).with_context(|| format!("--resume: {}", path.display()))?;
         let new: Value = serde_json::from_str(&serde_json::to_string(&self.options)?)?;
         let old = &progress.options;
         for (name, new) in new.as_object().into_iter().flatten() {
-            if old[name] != *new {
-                bail!("--resume: {name}: expected {} as in the run before, got {new}", old[name])
+            let old = &old[name];
+            if old != new && !OF_STEPS.contains(&name.as_str()) {
+                bail!("--resume: {name}: expected {old} as in the run before, got {new}")
             }
+            if old != new {
+                status!("--resume: {name}: {new} from here on, {old} in the run before");
+            }
+        }
+        if progress.base != self.base {
+            bail!("--resume: --model: expected the weights of the run before, got others under the same name")
         }
         if progress.text != self.data.hash() {
             bail!("--resume: --text: expected the text of the run before, got another")
@@ -214,6 +234,19 @@ impl Run {
         self.steps = progress.steps;
         Ok(self)
     }
+}
+
+/// Copies the files of a folder that have one of these endings; not the index of shards, which become one file.
+fn copy_texts(from: &Path, to: &Path, endings: &[&str]) -> Result<()> {
+    for entry in std::fs::read_dir(from)? {
+        let path = entry?.path();
+        let is_text = path.extension().is_some_and(|own| endings.iter().any(|ending| own == *ending));
+        let Some(name) = path.file_name().filter(|name| is_text && path.is_file() && *name != INDEX) else { continue };
+        // Of the content alone: a checkpoint's files may be read-only.
+        let copied = std::fs::read(&path).and_then(|bytes| std::fs::write(to.join(name), bytes));
+        copied.with_context(|| format!("cannot copy {}", path.display()))?;
+    }
+    Ok(())
 }
 
 /// What stands in the header of a state.

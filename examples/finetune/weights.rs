@@ -3,10 +3,12 @@
 use anyhow::{bail, Context, Result};
 use candle_core::safetensors::MmapedSafetensors;
 use candle_core::{DType, Device, Shape, Tensor, Var};
-use candle_gdn_models::ModelConfig;
+use candle_gdn_models::{ModelConfig, SplitMix64};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -169,8 +171,33 @@ pub fn save_checkpoint(files: &[PathBuf], variables: &BTreeMap<String, Var>, pat
     write(&tensors, [("format".to_string(), "pt".to_string())].into(), path)
 }
 
-/// Writes a safetensors file, which appears whole or not at all.
+/// Writes a safetensors file.
 pub fn write(tensors: &BTreeMap<String, Tensor>, metadata: HashMap<String, String>, path: &Path) -> Result<()> {
-    safetensors::serialize_to_file(tensors, Some(metadata), path)
-        .with_context(|| format!("cannot write {}", path.display()))
+    let write = || -> Result<()> {
+        // safetensors lets its owner alone read what it writes; this one may be read like all other files.
+        let usual = File::create(path)?.metadata()?.permissions();
+        safetensors::serialize_to_file(tensors, Some(metadata), path)?;
+        Ok(std::fs::set_permissions(path, usual)?)
+    };
+    write().with_context(|| format!("cannot write {}", path.display()))
+}
+
+/// A number for the checkpoint in these files, by which another one is told from it: of their lengths, headers and some other bytes.
+pub fn fingerprint(files: &[PathBuf]) -> Result<u64> {
+    const PLACES: u64 = 64;
+    let number = |bytes: &[u8]| bytes.iter().fold(0, |n, byte| n << 8 | u64::from(*byte));
+    let mut hash = 0;
+    for path in files {
+        let mut file = File::open(path)?;
+        let len = file.metadata()?.len();
+        let (mut bytes, mut header) = (len.to_le_bytes().to_vec(), [0; 8]);
+        file.read_exact(&mut header)?;
+        (&file).take(u64::from_le_bytes(header)).read_to_end(&mut bytes)?;
+        for place in 0..PLACES {
+            file.seek(SeekFrom::Start(len / PLACES * place))?;
+            (&file).take(64).read_to_end(&mut bytes)?;
+        }
+        hash = bytes.chunks(8).fold(hash, |hash, bytes| SplitMix64::new(hash ^ number(bytes)).next());
+    }
+    Ok(hash)
 }

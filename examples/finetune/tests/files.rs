@@ -10,6 +10,7 @@ use candle_gdn_testing::program;
 use candle_nn::VarBuilder;
 use finetune::adapter::Targets;
 use finetune::data::Pack;
+use finetune::train::Run;
 use finetune::weights::Weights;
 use std::path::Path;
 
@@ -78,16 +79,22 @@ fn served(dir: &Path, dtype: DType, ids: &[u32]) -> Result<Vec<f64>> {
     Ok(values(&model.logits(&hidden)?))
 }
 
+/// Some tokens, and their logits after two steps, which are saved.
+fn trained(run: &mut Run, dir: &Path) -> Result<(Vec<u32>, Vec<f64>)> {
+    run.step()?;
+    run.step()?;
+    run.save(dir)?;
+    let ids: Vec<u32> = (1..30).map(|i| i * 31).collect();
+    let pack = Pack::new(&[&ids], &Device::Cpu)?;
+    let logits = values(&run.model()?.forward(&pack.inputs, &pack.sequences)?);
+    Ok((ids, logits))
+}
+
 #[test]
 fn a_trained_checkpoint_is_served() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let mut run = run(options(true), DType::F32, &Device::Cpu)?;
-    run.step()?;
-    run.step()?;
-    run.save(dir.path())?;
-    let ids: Vec<u32> = (1..30).map(|i| i * 31).collect();
-    let pack = Pack::new(&[&ids], &Device::Cpu)?;
-    let trained = values(&run.model()?.forward(&pack.inputs, &pack.sequences)?);
+    let (ids, trained) = trained(&mut run, dir.path())?;
     let error = |dir: &Path| -> Result<f64> { Ok(rel_rms(&served(dir, DType::F32, &ids[..28])?, &trained)) };
     // The file has matrices in bf16, as the checkpoint before.
     let (after, before) = (error(dir.path())?, error(Path::new(DEMO))?);
@@ -121,12 +128,7 @@ fn a_head_beside_a_tied_embedding_is_trained_or_left_out() -> Result<()> {
             });
         }
         let mut run = run_on(&copy.arg(), TEXT, options(true), DType::F32, &Device::Cpu)?;
-        run.step()?;
-        run.step()?;
-        run.save(dir.path())?;
-        let ids: Vec<u32> = (1..30).map(|i| i * 31).collect();
-        let pack = Pack::new(&[&ids], &Device::Cpu)?;
-        let trained = values(&run.model()?.forward(&pack.inputs, &pack.sequences)?);
+        let (ids, trained) = trained(&mut run, dir.path())?;
         let error = rel_rms(&served(dir.path(), DType::F32, &ids[..28])?, &trained);
         assert!(error < 0.02, "own head: {is_own}: {error:e}");
         let saved = safetensors::load(dir.path().join("model.safetensors"), &Device::Cpu)?;
@@ -135,25 +137,98 @@ fn a_head_beside_a_tied_embedding_is_trained_or_left_out() -> Result<()> {
     Ok(())
 }
 
+/// Of a checkpoint that is read-only, over what an interrupted save left: twice, as a run saves.
+#[test]
+fn a_save_copies_content_and_leaves_nothing_else() -> Result<()> {
+    let (copy, dir) = (Copy::new(), tempfile::tempdir()?);
+    let template = "additional_chat_templates/tool_use.jinja";
+    std::fs::create_dir(copy.file("additional_chat_templates"))?;
+    copy.write(template, "{{ tools }}");
+    for name in ["config.json", template] {
+        let mut mode = copy.file(name).metadata()?.permissions();
+        mode.set_readonly(true);
+        std::fs::set_permissions(copy.file(name), mode)?;
+    }
+    std::fs::create_dir(dir.path().join(".saving"))?;
+    std::fs::write(dir.path().join(".saving/half"), "of a file")?;
+    let run = run_on(&copy.arg(), TEXT, options(true), DType::F32, &Device::Cpu)?;
+    let usual = dir.path().join("usual");
+    std::fs::write(&usual, "")?;
+    for _ in 0..2 {
+        run.save(dir.path())?;
+        for name in ["config.json", template, "model.safetensors", "training_state.safetensors"] {
+            let saved = dir.path().join(name).metadata()?.permissions();
+            assert_eq!(saved, usual.metadata()?.permissions(), "{name}");
+        }
+        let names = std::fs::read_dir(dir.path())?.map(|entry| Ok(entry?.file_name().into_string().expect("a name")));
+        let names = names.collect::<Result<Vec<_>>>()?;
+        assert!(!names.iter().any(|name| name.starts_with('.') || name == "half"), "{names:?}");
+    }
+    Ok(())
+}
+
+fn with<'a>(args: &[&'a str], more: &[&'a str]) -> Vec<&'a str> {
+    [args, more].concat()
+}
+
+const LINE: &str = "Shall I compare thee to a summer's day?";
+
 #[test]
 fn the_program_trains_and_resumes() -> Result<()> {
     let dir = tempfile::tempdir()?;
     let (text, out) = (dir.path().join("text"), dir.path().join("out"));
-    std::fs::write(&text, "Shall I compare thee to a summer's day?")?;
+    std::fs::write(&text, format!("\u{FEFF}{LINE}"))?;
     let (text, out) = (text.display().to_string(), out.display().to_string());
-    let args = ["--text", &text, "--out", &out, "--steps", "3", "--warmup", "1"];
+    let args = ["--text", &text, "--out", &out, "--steps", "3"];
     let run = program::run("finetune", &args).good();
     run.says(&["training ", "in 1 sequences", "step 3 of 3: saved in "]);
     assert_eq!(run.stdout, "");
-    program::run("finetune", &[&args[..], &["--resume"]].concat()).good().says(&["step 3 of 3: saved in "]);
-    program::fails("finetune", &[&args[..], &["--resume", "--rank", "2"]].concat(), 1, &["--resume: rank: expected 8"]);
+    program::fails("finetune", &args, 1, &["--out: ", "has a run already: --resume goes on with it"]);
+    // The mark of byte order was no text.
+    std::fs::write(&text, LINE)?;
+    program::run("finetune", &with(&args, &["--resume"])).good().says(&["step 3 of 3: saved in "]);
+    program::fails("finetune", &with(&args, &["--resume", "--rank", "2"]), 1, &["--resume: rank: expected 8"]);
     std::fs::write(&text, "Shall I compare thee to a winter's day?")?;
+    program::fails("finetune", &with(&args, &["--resume"]), 1, &["--resume: --text: expected the text of the"]);
+    Ok(())
+}
+
+/// As a folder stands where a file is to be.
+#[test]
+fn a_save_that_fails_ends_no_run_but_the_last() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    std::fs::create_dir_all(dir.path().join("loss.svg"))?;
+    let (text, out) = (dir.path().join("text"), dir.path().display().to_string());
+    std::fs::write(&text, LINE)?;
+    let text = text.display().to_string();
+    let args = ["--text", &text, "--steps", "2", "--save-every", "1"];
+    let last = ["step 1: not saved, training goes on: cannot write", "error: cannot write", "loss.svg"];
+    program::fails("finetune", &with(&args, &["--out", &out]), 1, &last);
+    assert!(!dir.path().join(".saving").exists());
+    // Where nothing can be written, nothing is trained.
+    #[cfg(target_os = "linux")]
+    {
+        let run = program::run("finetune", &with(&args, &["--out", "/proc"]));
+        assert_eq!(run.code, Some(1));
+        run.says(&["error: --out: cannot write into /proc"]);
+        assert!(!run.stderr.contains("step 1"), "{run:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_diverged_run_says_what_is_saved() -> Result<()> {
+    let (dir, copy) = (tempfile::tempdir()?, Copy::new());
+    let (text, out) = (copy.arg_of("text", LINE), dir.path().display().to_string());
+    let args = ["--text", &text, "--out", &out, "--learning-rate", "1e30"];
+    program::fails("finetune", &args, 1, &["step 2: the loss is", "lower --learning-rate; nothing was saved yet"]);
     program::fails(
         "finetune",
-        &[&args[..], &["--resume"]].concat(),
+        &with(&args, &["--save-every", "1"]),
         1,
-        &["--resume: --text: expected the text of the"],
+        &["step 2: ", "has step 1, from which --resume goes"],
     );
+    program::fails("finetune", &with(&args, &["--resume"]), 1, &["step 2: ", "has step 1, from which --resume goes"]);
     Ok(())
 }
 
@@ -164,7 +239,10 @@ fn bad_arguments_are_named() {
     for (args, says) in [
         (&["--warmup", "70"][..], "--warmup: expected at most --steps (60), got 70"),
         (&["--pass-tokens", "10"], "--pass-tokens: expected at least --sequence-len (256), got 10"),
-        (&["--sequence-len", "5000"], "--sequence-len: expected at most max_position_embeddings (4096), got 5000"),
+        (
+            &["--sequence-len", "5000", "--pass-tokens", "5000"],
+            "--sequence-len: expected at most max_position_embeddings (4096), got 5000",
+        ),
         (&["--learning-rate", "0"], "--learning-rate: expected a number above 0, got 0"),
         (&["--weight-decay=-1"], "--weight-decay: expected a number of at least 0, got -1"),
         (&["--text", "/nowhere"], "--text: cannot read /nowhere"),
