@@ -52,9 +52,9 @@ impl<T: Element> Rule<'_, T> {
         });
     }
 
-    /// A row of q or k in f32, normalised where the rule says so, times `scale`.
-    pub fn load_key(&self, row: &[T], dst: &mut [f32], scale: f64) {
-        dispatch(LoadKey { row, dst, rule: self, scale });
+    /// A row of q or k in f32, normalised where the rule says so, times `scale`. Returns by what it was multiplied.
+    pub fn load_key(&self, row: &[T], dst: &mut [f32], scale: f64) -> f64 {
+        dispatch(LoadKey { row, dst, rule: self, scale })
     }
 
     fn head<S: Stored>(&self, n: usize, h: usize, out: &Shared<'_, T>, state: &mut [S]) {
@@ -184,10 +184,10 @@ struct LoadKey<'a, 'b, T> {
 }
 
 impl<T: Element> WithSimd for LoadKey<'_, '_, T> {
-    type Output = ();
+    type Output = f64;
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
+    fn with_simd<S: Simd>(self, _simd: S) -> f64 {
         let mut factor = self.scale;
         if self.rule.l2norm {
             // In f64, rounded once an element: a factor in f32 would make every key of a head too long or too short by
@@ -197,6 +197,7 @@ impl<T: Element> WithSimd for LoadKey<'_, '_, T> {
         for (dst, x) in self.dst.iter_mut().zip(self.row) {
             *dst = (f64::from(x.to_f32()) * factor) as f32;
         }
+        factor
     }
 }
 

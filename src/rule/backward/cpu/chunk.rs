@@ -13,6 +13,9 @@
 //! dS <- e_n dS + (e dO)^T Q + dP^T K
 //! ```
 //!
+//! P is not kept for it: what the gradients need of it, `dP_i . P_i`, is `(dP S)_i . k_i`. Since a beta may be zero, dP is held divided
+//! by it: `W = -e dB`, `dbeta_i = dB_i . V_i + (W S)_i . k_i + sum_j (dL L)_ij / beta_i`.
+//!
 //! The gradient of a log decay adds what crosses its token, and subtracts nothing: the usual difference of two running sums loses all
 //! its digits where the decay is strong.
 //!
@@ -21,17 +24,10 @@
 //! ```
 #![allow(clippy::needless_range_loop)] // the indices are the formula's
 
-use super::matmul::{product, Base, Left};
+use super::matmul::{product, product_ahead, solve, Base, Left};
 use super::tokens::{transpose, Scratch, Sizes, Square, Tokens, CHUNK};
-use candle_gdn_core::cpu::prefetch;
 use candle_gdn_core::cpu::simd::{axpy, dot};
 use pulp::{Simd, WithSimd};
-
-/// What a chunk leaves for its backward pass: `[CHUNK, padded V]` each.
-pub struct Kept<'a> {
-    pub p: &'a mut [f32],
-    pub u: &'a mut [f32],
-}
 
 /// The gradients of a chunk's inputs.
 pub struct Gradients {
@@ -54,56 +50,64 @@ impl Gradients {
     }
 }
 
-/// P and U of a chunk, and the state after it where it is wanted.
-pub struct Forward<'a, 'b> {
+/// U of a chunk, and the state after it where it is wanted.
+pub struct Forward<'a> {
     pub tokens: &'a mut Tokens,
-    /// `[V, padded K]`, before the chunk.
-    pub state: &'a [f32],
-    pub kept: Kept<'b>,
+    /// `[V, padded K]`, before the chunk; `None` is zeros, whose products nobody needs to compute.
+    pub state: Option<&'a [f32]>,
+    /// `[CHUNK, padded V]`
+    pub u: &'a mut [f32],
     pub next: Option<&'a mut [f32]>,
+    /// Where the next call will write the state.
+    pub ahead: &'a [f32],
 }
 
-impl WithSimd for Forward<'_, '_> {
+impl WithSimd for Forward<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, simd: S) {
-        let Self { tokens, state, kept, next } = self;
+        let Self { tokens, state, u, next, ahead } = self;
+        let ahead = ahead.split_at(ahead.len() / 2);
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let l = tokens.lower();
         let Scratch { transposed, decayed, .. } = &mut tokens.scratch;
-        with_keys(simd, state, &tokens.keys, next.as_deref().unwrap_or_default(), transposed);
-        transpose(transposed, (values, CHUNK), kept.p);
-        for i in 0..CHUNK {
-            let (done, rest) = kept.u.split_at_mut(i * values);
-            let (u, p, v) = (&mut rest[..values], &kept.p[i * values..][..values], &tokens.v[i * values..][..values]);
-            let (beta, before) = (tokens.beta[i], tokens.decays.before[i]);
-            u.iter_mut().zip(p).zip(v).for_each(|((u, p), v)| *u = beta * (v - before * p));
-            for (j, row) in done.chunks_exact(values).enumerate() {
-                axpy(simd, u, -l[i][j], row);
+        match state {
+            Some(state) => {
+                with_keys(simd, state, &tokens.keys, ahead.0, transposed);
+                transpose(transposed, (values, CHUNK), u);
             }
+            None => u.fill(0.0),
         }
+        for (i, (u, v)) in u.chunks_exact_mut(values).zip(tokens.v.chunks_exact(values)).enumerate() {
+            let (beta, before) = (tokens.beta[i], tokens.decays.before[i]);
+            u.iter_mut().zip(v).for_each(|(u, v)| *u = beta * (v - before * *u));
+        }
+        solve(simd, &l, &std::array::from_fn(|i| i), u);
         let Some(next) = next else { return };
         let rows = decayed.chunks_exact_mut(keys).zip(tokens.qk[CHUNK * keys..].chunks_exact(keys));
         for ((decayed, k), after) in rows.zip(tokens.decays.after) {
             decayed.iter_mut().zip(k).for_each(|(d, k)| *d = k * after);
         }
-        let u = Left::Columns(kept.u, values);
-        let base = Base::Other(state, tokens.decays.whole);
-        product(simd, (value_dim, keys, CHUNK), u, decayed, base, next);
+        let u = Left::Columns(u, values);
+        let base = state.map_or(Base::None, |state| Base::Other(state, tokens.decays.whole));
+        product_ahead(simd, (value_dim, keys, CHUNK), u, decayed, base, ahead.1, next);
     }
 }
 
 /// The gradients of a chunk's inputs, and the gradient of the state before it in place of that of the state after it.
 pub struct Backward<'a> {
     pub tokens: &'a mut Tokens,
-    /// `[V, padded K]`, before the chunk.
-    pub state: &'a [f32],
+    /// `[V, padded K]`, before the chunk; `None` is zeros, whose gradient nobody wants.
+    pub state: Option<&'a [f32]>,
     /// `[CHUNK, padded V]`
-    pub p: &'a [f32],
     pub u: &'a [f32],
     /// `[V, padded K]`
     pub d_state: &'a mut [f32],
+    /// Whether that holds anything yet, or counts as zeros.
+    pub later: bool,
+    /// The state and U of the next call.
+    pub ahead: [&'a [f32]; 2],
     pub out: &'a mut Gradients,
 }
 
@@ -121,11 +125,16 @@ impl WithSimd for Backward<'_> {
     #[inline(always)]
     fn with_simd<S: Simd>(mut self, simd: S) {
         let pairs = self.pairs(simd);
-        let mut across = self.values(simd, &pairs);
-        let inside = self.keys(simd, &pairs, &mut across);
-        let whole = self.tokens.decays.whole * inner(simd, self.d_state, self.state);
+        self.values(simd, &pairs);
+        let [across, inside] = self.keys(simd, &pairs);
+        let mut whole = 0.0;
+        if let (Some(state), true) = (self.state, self.later) {
+            whole = self.tokens.decays.whole * inner(simd, self.d_state, state);
+        }
         self.out.log_decay = log_decays(&pairs, &across, &inside, whole);
-        self.states(simd);
+        if self.state.is_some() {
+            self.states(simd);
+        }
     }
 }
 
@@ -140,74 +149,78 @@ impl Backward<'_> {
         masked(&mut a, &tokens.decays.between);
 
         let Scratch { transposed, updates, d_u, .. } = &mut tokens.scratch;
-        with_keys(simd, self.d_state, &tokens.keys, self.state, transposed);
-        transpose(transposed, (values, CHUNK), d_u);
-        for (row, after) in d_u.chunks_exact_mut(values).zip(tokens.decays.after) {
-            row.iter_mut().for_each(|d| *d *= after);
-        }
-        let a_t = Left::Columns(a.as_flattened(), CHUNK);
-        product(simd, (CHUNK, values, CHUNK), a_t, &tokens.d_op, Base::Own(1.0), d_u);
-        for i in (0..CHUNK).rev() {
-            let (rest, done) = d_u.split_at_mut((i + 1) * values);
-            for (j, row) in (i + 1..CHUNK).zip(done.chunks_exact(values)) {
-                axpy(simd, &mut rest[i * values..], -l[j][i], row);
+        if self.later {
+            with_keys(simd, self.d_state, &tokens.keys, &self.ahead[0][..self.ahead[0].len() / 2], transposed);
+            transpose(transposed, (values, CHUNK), d_u);
+            for (row, after) in d_u.chunks_exact_mut(values).zip(tokens.decays.after) {
+                row.iter_mut().for_each(|d| *d *= after);
             }
         }
+        let base = if self.later { Base::Own(1.0) } else { Base::None };
+        product(simd, (CHUNK, values, CHUNK), Left::Columns(a.as_flattened(), CHUNK), &tokens.d_ow, base, d_u);
+        let mut upper = [[0.0; CHUNK]; CHUNK];
+        transpose(l.as_flattened(), (CHUNK, CHUNK), upper.as_flattened_mut());
+        solve(simd, &upper, &std::array::from_fn(|i| CHUNK - 1 - i), d_u);
         transpose(self.u, (CHUNK, values), updates);
         let updates = &updates[..value_dim * CHUNK];
-        let d_a = with_updates(simd, &tokens.d_op[..CHUNK * values], values, updates);
+        let d_a = with_updates(simd, &tokens.d_ow[..CHUNK * values], values, updates);
         let mut d_l = with_updates(simd, d_u, values, updates);
         d_l.as_flattened_mut().iter_mut().for_each(|d| *d = -*d);
         Pairs { l, a, d_a, d_l }
     }
 
-    /// The gradients of v, beta and P, and what that of P tells of the log decays.
+    /// The gradient of v, W, and the part of that of beta which needs no state.
     #[inline(always)]
-    fn values<S: Simd>(&mut self, simd: S, pairs: &Pairs) -> [f32; CHUNK] {
+    fn values<S: Simd>(&mut self, simd: S, pairs: &Pairs) {
         let tokens = &mut *self.tokens;
         let values = tokens.sizes.values;
-        let (_, d_p) = tokens.d_op.split_at_mut(CHUNK * values);
-        let mut across = [0.0; CHUNK];
+        let (_, w) = tokens.d_ow.split_at_mut(CHUNK * values);
         for i in 0..CHUNK {
             let row = i * values..(i + 1) * values;
             let (d_b, beta, before) = (&tokens.scratch.d_u[row.clone()], tokens.beta[i], tokens.decays.before[i]);
-            let with_p = before * dot(simd, d_b, &self.p[row.clone()]);
-            let mut d_beta = dot(simd, d_b, &tokens.v[row.clone()]) - with_p;
+            let mut d_beta = dot(simd, d_b, &tokens.v[row.clone()]);
             for j in 0..i {
                 d_beta += pairs.d_l[i][j] * tokens.with_keys[0][i][j] * tokens.decays.between[i][j];
             }
             self.out.beta[i] = d_beta;
-            across[i] = -beta * with_p;
-            for ((d_v, d_p), d_b) in self.out.v[row.clone()].iter_mut().zip(&mut d_p[row]).zip(d_b) {
+            for ((d_v, w), d_b) in self.out.v[row.clone()].iter_mut().zip(&mut w[row]).zip(d_b) {
                 *d_v = beta * d_b;
-                *d_p = -before * *d_v;
+                *w = -before * d_b;
             }
         }
-        across
     }
 
-    /// Adds the gradients of q and k, and what they tell of the log decays: to `across` for what reads the state before the chunk, and as
-    /// the result for what goes into the one after it.
+    /// Adds the gradients of q, k and beta, and what those of q and k tell of the log decays: through what reads the state before the
+    /// chunk, and through what goes into the one after it.
     #[inline(always)]
-    fn keys<S: Simd>(&mut self, simd: S, pairs: &Pairs, across: &mut [f32; CHUNK]) -> [f32; CHUNK] {
+    fn keys<S: Simd>(&mut self, simd: S, pairs: &Pairs) -> [[f32; CHUNK]; 2] {
         let (tokens, out) = (&mut *self.tokens, &mut *self.out);
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let (q, k) = tokens.qk.split_at(CHUNK * keys);
         let (d_q, d_k) = out.qk.split_at_mut(CHUNK * keys);
-        let (d_op_s, u_ds) = tokens.scratch.with_states.split_at_mut(2 * CHUNK * keys);
-        let (d_op, u) = (Left::Rows(&tokens.d_op, values), Left::Rows(self.u, values));
-        product(simd, (2 * CHUNK, keys, value_dim), d_op, self.state, Base::None, d_op_s);
-        product(simd, (CHUNK, keys, value_dim), u, self.d_state, Base::None, u_ds);
-        let (d_o_s, d_p_s) = d_op_s.split_at(CHUNK * keys);
-        let mut inside = [0.0; CHUNK];
-        for i in 0..CHUNK {
-            let row = i * keys..(i + 1) * keys;
-            let (before, after) = (tokens.decays.before[i], tokens.decays.after[i]);
-            across[i] += before * dot(simd, &d_o_s[row.clone()], &q[row.clone()]);
-            inside[i] = after * dot(simd, &u_ds[row.clone()], &k[row.clone()]);
-            axpy(simd, &mut d_q[row.clone()], before, &d_o_s[row.clone()]);
-            axpy(simd, &mut d_k[row.clone()], after, &u_ds[row.clone()]);
-            axpy(simd, &mut d_k[row.clone()], 1.0, &d_p_s[row]);
+        let (d_ow_s, u_ds) = tokens.scratch.with_states.split_at_mut(2 * CHUNK * keys);
+        let (mut across, mut inside) = ([0.0; CHUNK], [0.0; CHUNK]);
+        if let Some(state) = self.state {
+            let d_ow = Left::Rows(&tokens.d_ow, values);
+            product_ahead(simd, (2 * CHUNK, keys, value_dim), d_ow, state, Base::None, self.ahead[1], d_ow_s);
+            let (d_o_s, w_s) = d_ow_s.split_at(CHUNK * keys);
+            for i in 0..CHUNK {
+                let row = i * keys..(i + 1) * keys;
+                let (beta, before) = (tokens.beta[i], tokens.decays.before[i]);
+                let with_k = dot(simd, &w_s[row.clone()], &k[row.clone()]);
+                out.beta[i] += with_k;
+                across[i] = before * dot(simd, &d_o_s[row.clone()], &q[row.clone()]) + beta * with_k;
+                axpy(simd, &mut d_q[row.clone()], before, &d_o_s[row.clone()]);
+                axpy(simd, &mut d_k[row.clone()], beta, &w_s[row]);
+            }
+        }
+        if self.later {
+            product(simd, (CHUNK, keys, value_dim), Left::Rows(self.u, values), self.d_state, Base::None, u_ds);
+            for i in 0..CHUNK {
+                let (row, after) = (i * keys..(i + 1) * keys, tokens.decays.after[i]);
+                inside[i] = after * dot(simd, &u_ds[row.clone()], &k[row.clone()]);
+                axpy(simd, &mut d_k[row.clone()], after, &u_ds[row]);
+            }
         }
         // [F^T | M + M^T] and F.
         let (mut both, mut f) = ([[0.0; 2 * CHUNK]; CHUNK], pairs.d_a);
@@ -226,7 +239,7 @@ impl Backward<'_> {
         product(simd, (CHUNK, keys, CHUNK), f, k, Base::Own(1.0), d_q);
         let both = Left::Rows(both.as_flattened(), 2 * CHUNK);
         product(simd, (CHUNK, keys, 2 * CHUNK), both, &tokens.qk, Base::Own(1.0), d_k);
-        inside
+        [across, inside]
     }
 
     /// The gradient of the state before the chunk.
@@ -235,14 +248,14 @@ impl Backward<'_> {
         let tokens = &mut *self.tokens;
         let Sizes { value_dim, keys, values, .. } = tokens.sizes;
         let decayed = &mut tokens.scratch.decayed;
-        let rows = decayed.chunks_exact_mut(keys).zip(tokens.qk.chunks_exact(keys));
-        for ((decayed, q), before) in rows.zip(tokens.decays.before) {
-            decayed.iter_mut().zip(q).for_each(|(d, q)| *d = q * before);
+        let factors = tokens.decays.before.iter().chain(&tokens.beta);
+        for ((d, x), factor) in decayed.chunks_exact_mut(keys).zip(tokens.qk.chunks_exact(keys)).zip(factors) {
+            d.iter_mut().zip(x).for_each(|(d, x)| *d = x * factor);
         }
-        decayed[CHUNK * keys..].copy_from_slice(&tokens.qk[CHUNK * keys..]);
-        let d_op = Left::Columns(&tokens.d_op, values);
-        let base = Base::Own(tokens.decays.whole);
-        product(simd, (value_dim, keys, 2 * CHUNK), d_op, decayed, base, self.d_state);
+        let d_ow = Left::Columns(&tokens.d_ow, values);
+        let base = if self.later { Base::Own(tokens.decays.whole) } else { Base::None };
+        let ahead = &self.ahead[0][self.ahead[0].len() / 2..];
+        product_ahead(simd, (value_dim, keys, 2 * CHUNK), d_ow, decayed, base, ahead, self.d_state);
     }
 }
 
@@ -264,16 +277,11 @@ fn inner<S: Simd>(simd: S, d_state: &[f32], state: &[f32]) -> f32 {
     simd.reduce_sum_f32s(simd.add_f32s(simd.add_f32s(a, b), simd.add_f32s(c, d)))
 }
 
-/// A state, or its gradient, by the keys `[padded K, CHUNK]`: `[V, CHUNK]`. On the way it prefetches another state, which is used next and
-/// lies in memory.
+/// A state, or its gradient, by the keys `[padded K, CHUNK]`: `[V, CHUNK]`.
 #[inline(always)]
 fn with_keys<S: Simd>(simd: S, state: &[f32], keys: &[f32], ahead: &[f32], out: &mut [f32]) {
-    const ROWS: usize = 8;
     let row = keys.len() / CHUNK;
-    for (i, (rows, out)) in state.chunks(ROWS * row).zip(out.chunks_mut(ROWS * CHUNK)).enumerate() {
-        prefetch(ahead.chunks(ROWS * row).nth(i).unwrap_or_default());
-        product(simd, (rows.len() / row, CHUNK, row), Left::Rows(rows, row), keys, Base::None, out);
-    }
+    product_ahead(simd, (state.len() / row, CHUNK, row), Left::Rows(state, row), keys, Base::None, ahead, out);
 }
 
 /// Rows `[CHUNK, padded V]` by the updates of tokens, `[V, CHUNK]`. A function, since a closure would not be compiled for the

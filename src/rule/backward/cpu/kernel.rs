@@ -2,10 +2,10 @@
 //! between them, and back for the gradients, all value heads of the key head at each chunk. They share what is made of its queries and keys,
 //! and their gradients of these are summed in their order.
 
-use super::chunk::{Backward, Forward, Gradients, Kept};
+use super::chunk::{Backward, Forward, Gradients};
 use super::tokens::{Decays, Prepare, Sizes, Tokens, CHUNK};
 use crate::rule::cpu::kernel::Rule;
-use candle_gdn_core::cpu::simd::dispatch;
+use candle_gdn_core::cpu::simd::{dispatch, dot};
 use candle_gdn_core::cpu::{parallel, prefetch, Element, Heads, Pages, Shared};
 use pulp::{Simd, WithSimd};
 use std::ops::Range;
@@ -18,12 +18,12 @@ const KEPT_BYTES: usize = 16 << 20;
 pub struct RuleBackward<'a, T> {
     pub rule: Rule<'a, T>,
     pub d_o: Heads<'a, T>,
-    /// `[sequences, HV, V, K]`; the initial state and the gradient of the final one, or zeros.
+    /// `[sequences, HV, V, K]`: the initial state, and the gradient of the final one. `None` is zeros.
     pub state: Option<&'a [f32]>,
     pub d_last: Option<&'a [f32]>,
 }
 
-/// What is written: `[tokens, q|k|v channels]`, `[tokens, 2 HV]` and `[sequences, HV, V, K]`.
+/// What is written: `[tokens, q|k|v channels]`, `[tokens, 2 HV]`, and where there is an initial state, `[sequences, HV, V, K]`.
 pub struct Output<'a, T> {
     pub qkv: &'a mut [T],
     pub gates: &'a mut [f32],
@@ -54,44 +54,26 @@ impl<T: Element> RuleBackward<'_, T> {
     }
 }
 
-/// The gradient of a row of q or k from that of its normalised and scaled row.
-struct Unnormalise<'a, 'b, T> {
-    rule: &'a Rule<'b, T>,
-    x: &'a [T],
+/// The gradient of a row of q or k from that of the same row normalised and scaled.
+struct Unnormalise<'a, T> {
+    unit: &'a [f32],
     d_unit: &'a [f32],
-    scale: f64,
+    /// By what the row was multiplied.
+    factor: f32,
+    /// Of the gradient along the row, the part that the norm takes away, times the square of the scale.
+    along: f32,
     d_x: &'a mut [T],
 }
 
-impl<T: Element> WithSimd for Unnormalise<'_, '_, T> {
+impl<T: Element> WithSimd for Unnormalise<'_, T> {
     type Output = ();
 
     #[inline(always)]
-    fn with_simd<S: Simd>(self, _simd: S) {
-        let Self { rule, x, d_unit, scale, d_x } = self;
-        let (mut factor, mut along) = (scale, 0.0);
-        if rule.l2norm {
-            // Eight partial sums, so that the loop vectorises.
-            let (mut squares, mut products) = ([0f64; 8], [0f64; 8]);
-            let ((x, x_tail), (d, d_tail)) = (x.as_chunks::<8>(), d_unit.as_chunks::<8>());
-            for (x, d) in x.iter().zip(d) {
-                for i in 0..8 {
-                    let x = f64::from(x[i].to_f32());
-                    squares[i] += x * x;
-                    products[i] += x * f64::from(d[i]);
-                }
-            }
-            for (x, d) in x_tail.iter().zip(d_tail) {
-                let x = f64::from(x.to_f32());
-                squares[0] += x * x;
-                products[0] += x * f64::from(*d);
-            }
-            let square = squares.iter().sum::<f64>() + rule.l2_eps;
-            factor /= square.sqrt();
-            along = products.iter().sum::<f64>() / square;
-        }
-        for ((d_x, x), d) in d_x.iter_mut().zip(x).zip(d_unit) {
-            *d_x = T::from_f32((factor * (f64::from(*d) - f64::from(x.to_f32()) * along)) as f32);
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { unit, d_unit, factor, along, d_x } = self;
+        let along = along * dot(simd, unit, d_unit);
+        for ((d_x, x), d) in d_x.iter_mut().zip(unit).zip(d_unit) {
+            *d_x = T::from_f32(factor * (d - x * along));
         }
     }
 }
@@ -126,19 +108,22 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
         }
     }
 
+    /// Whether the state before a chunk is anything but zeros that nobody wants the gradient of.
+    fn has_state(&self, chunk: usize) -> bool {
+        chunk > 0 || self.call.state.is_some()
+    }
+
     /// The number of value head `g` of the group.
     fn head(&self, g: usize) -> usize {
         self.key_head * self.heads + g
     }
 
     /// The heads' `[V, K]` of `[sequences, HV, V, K]`, with padded rows.
-    fn padded(&self, states: Option<&[f32]>) -> Vec<f32> {
+    fn padded(&self, states: &[f32]) -> Vec<f32> {
         let Sizes { key_dim, keys, .. } = self.sizes;
         let mut padded = vec![0.0; self.heads * self.sizes.state()];
-        if let Some(states) = states {
-            let rows = padded.chunks_exact_mut(keys).zip(states[self.states()].chunks_exact(key_dim));
-            rows.for_each(|(padded, row)| padded[..key_dim].copy_from_slice(row));
-        }
+        let rows = padded.chunks_exact_mut(keys).zip(states[self.states()].chunks_exact(key_dim));
+        rows.for_each(|(padded, row)| padded[..key_dim].copy_from_slice(row));
         padded
     }
 
@@ -151,7 +136,8 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
 
     fn run(&self, per_segment: usize, parts: &Parts<'_, T>, rooms: &Mutex<Vec<Room>>) {
         let Sizes { key_dim, keys, .. } = self.sizes;
-        let mut d_states = self.padded(self.call.d_last);
+        let zeros = || vec![0.0; self.heads * self.sizes.state()];
+        let mut d_states = self.call.d_last.map_or_else(zeros, |d_last| self.padded(d_last));
         let chunks = self.tokens.div_ceil(CHUNK);
         if chunks > 0 {
             let room = lock(rooms).pop();
@@ -166,6 +152,9 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 }
             }
             lock(rooms).push(room);
+        }
+        if self.call.state.is_none() {
+            return;
         }
         let states = self.states();
         // SAFETY: each task owns its heads of the state.
@@ -184,11 +173,13 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 let (at, next) = (i * self.heads + g, (i + 1) * self.heads + g);
                 let end = (next * size).min(room.states.len()); // there is none after the last
                 let (known, later) = room.states.split_at_mut(end);
+                let (next, ahead) = later.split_at_mut(size.min(later.len()));
                 dispatch(Forward {
                     tokens: &mut room.tokens,
-                    state: &known[at * size..][..size],
-                    kept: Kept { p: &mut room.p[at * rows..][..rows], u: &mut room.u[at * rows..][..rows] },
-                    next: (chunk + 1 < chunks.end).then(|| &mut later[..size]),
+                    state: self.has_state(chunk).then(|| &known[at * size..][..size]),
+                    u: &mut room.u[at * rows..][..rows],
+                    next: (chunk + 1 < chunks.end).then_some(next),
+                    ahead: &ahead[..size.min(ahead.len())],
                 });
             }
         }
@@ -197,35 +188,47 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     /// The gradients of a chunk, place `i` in the room.
     fn backward(&self, chunk: usize, i: usize, d_states: &mut [f32], room: &mut Room, parts: &Parts<'_, T>) {
         let (size, rows) = (self.sizes.state(), CHUNK * self.sizes.values);
-        let Room { tokens, states, p, u, out } = room;
+        let Room { tokens, states, u, out } = room;
         let chunks = (chunk, chunk.checked_sub(1));
+        let later = (chunk + 1) * CHUNK < self.tokens || self.call.d_last.is_some();
         self.load_keys(chunks, true, tokens);
         out.qk.fill(0.0);
         for (g, d_state) in d_states.chunks_exact_mut(size).enumerate() {
             self.load_values(chunks, g, tokens);
             self.load_d_o(chunks, g, tokens);
             let at = i * self.heads + g;
-            let (state, p, u) = (&states[at * size..][..size], &p[at * rows..][..rows], &u[at * rows..][..rows]);
-            dispatch(Backward { tokens, state, p, u, d_state, out });
+            let state = self.has_state(chunk).then(|| &states[at * size..][..size]);
+            // The next call is that of the next head, or of the first one at the chunk before.
+            let next = if g + 1 < self.heads { Some(at + 1) } else { (i * self.heads).checked_sub(self.heads) };
+            let ahead = next.map_or([&[][..]; 2], |at| [&states[at * size..][..size], &u[at * rows..][..rows]]);
+            let u = &u[at * rows..][..rows];
+            self.prefetch_results(chunk, g, parts);
+            dispatch(Backward { tokens, state, u, d_state, later, ahead, out });
             self.store_values(chunk, g, out, parts);
         }
-        self.store_keys(chunk, &out.qk, parts);
+        self.store_keys(chunk, tokens, &out.qk, parts);
     }
 
-    /// The states before the first chunk of each segment.
+    /// The states before the first chunk of each segment; of the first one nothing, where these are zeros.
     fn segments(&self, chunks: usize, per_segment: usize, room: &mut Room) -> Vec<Vec<f32>> {
-        let mut begins = vec![self.padded(self.call.state)];
-        let [mut p, mut u] = [(); 2].map(|()| vec![0.0; CHUNK * self.sizes.values]);
-        let mut next = vec![0.0; self.sizes.state()];
+        let mut begins = vec![self.call.state.map_or_else(Vec::new, |state| self.padded(state))];
+        let (mut u, mut next) = (vec![0.0; CHUNK * self.sizes.values], vec![0.0; self.sizes.state()]);
         while begins.len() * per_segment < chunks {
             let first = (begins.len() - 1) * per_segment;
             let mut states = begins[begins.len() - 1].clone();
+            states.resize(self.heads * next.len(), 0.0);
             for chunk in first..first + per_segment {
                 self.load_keys((chunk, Some(chunk + 1)), false, &mut room.tokens);
                 for (g, state) in states.chunks_exact_mut(next.len()).enumerate() {
                     self.load_values((chunk, Some(chunk + 1)), g, &mut room.tokens);
-                    let kept = Kept { p: &mut p, u: &mut u };
-                    dispatch(Forward { tokens: &mut room.tokens, state, kept, next: Some(&mut next) });
+                    let known = self.has_state(chunk).then_some(&*state);
+                    dispatch(Forward {
+                        tokens: &mut room.tokens,
+                        state: known,
+                        u: &mut u,
+                        next: Some(&mut next),
+                        ahead: &[],
+                    });
                     state.copy_from_slice(&next);
                 }
             }
@@ -254,7 +257,10 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
             let mut load = |heads: &Heads<'_, T>, row: usize, scale: f64| {
                 let dst = &mut tokens.qk[row * keys..][..key_dim];
                 match t {
-                    Some(t) => rule.load_key(heads.row(self.n, self.first + t, self.key_head, key_dim), dst, scale),
+                    Some(t) => {
+                        let x = heads.row(self.n, self.first + t, self.key_head, key_dim);
+                        tokens.factors[row] = rule.load_key(x, dst, scale);
+                    }
                     None => dst.fill(0.0),
                 }
             };
@@ -296,7 +302,7 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     /// The gradient of a value head's o.
     fn load_d_o(&self, (chunk, next): (usize, Option<usize>), g: usize, tokens: &mut Tokens) {
         let Sizes { value_dim, values, .. } = self.sizes;
-        for (i, d_o) in tokens.d_op[..CHUNK * values].chunks_exact_mut(values).enumerate() {
+        for (i, d_o) in tokens.d_ow[..CHUNK * values].chunks_exact_mut(values).enumerate() {
             let d_o = &mut d_o[..value_dim];
             match self.token(chunk, i) {
                 Some(t) => widen(self.call.d_o.row(self.n, self.first + t, self.head(g), value_dim), d_o),
@@ -310,6 +316,20 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     fn channels(&self) -> usize {
         let dims = self.call.rule.sizes;
         2 * dims.key_heads * dims.key_dim + dims.value_heads * dims.value_dim
+    }
+
+    /// Prefetches where a value head's results go, and the last one's those of q and k.
+    fn prefetch_results(&self, chunk: usize, g: usize, parts: &Parts<'_, T>) {
+        let dims = self.call.rule.sizes;
+        let keys = [self.key_head, dims.key_heads + self.key_head].map(|head| (head * dims.key_dim, dims.key_dim));
+        let values = (2 * dims.key_heads * dims.key_dim + self.head(g) * dims.value_dim, dims.value_dim);
+        let n = if g + 1 == self.heads { 3 } else { 1 };
+        for t in (0..CHUNK).filter_map(|i| self.token(chunk, i)) {
+            for (column, dim) in [values, keys[0], keys[1]].into_iter().take(n) {
+                // SAFETY: a token's head belongs to one task.
+                prefetch(unsafe { parts.qkv.part((self.out_token + t) * self.channels() + column, dim) });
+            }
+        }
     }
 
     fn store_values(&self, chunk: usize, g: usize, out: &Gradients, parts: &Parts<'_, T>) {
@@ -331,16 +351,17 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
     }
 
     /// The gradients of q and k before their norm.
-    fn store_keys(&self, chunk: usize, d_qk: &[f32], parts: &Parts<'_, T>) {
+    fn store_keys(&self, chunk: usize, tokens: &Tokens, d_qk: &[f32], parts: &Parts<'_, T>) {
         let (rule, Sizes { key_dim, keys, .. }) = (&self.call.rule, self.sizes);
         for (i, t) in (0..CHUNK).filter_map(|i| Some((i, self.token(chunk, i)?))) {
-            for (part, (heads, scale)) in [(&rule.q, rule.scale), (&rule.k, 1.0)].into_iter().enumerate() {
+            for (part, scale) in [rule.scale, 1.0].into_iter().enumerate() {
                 let column = (part * rule.sizes.key_heads + self.key_head) * key_dim;
                 // SAFETY: a token's key head belongs to one task.
                 let d_x = unsafe { parts.qkv.part((self.out_token + t) * self.channels() + column, key_dim) };
-                let x = heads.row(self.n, self.first + t, self.key_head, key_dim);
-                let d_unit = &d_qk[(part * CHUNK + i) * keys..][..key_dim];
-                dispatch(Unnormalise { rule, x, d_unit, scale, d_x });
+                let (row, at) = (part * CHUNK + i, (part * CHUNK + i) * keys);
+                let (unit, d_unit) = (&tokens.qk[at..][..key_dim], &d_qk[at..][..key_dim]);
+                let along = if rule.l2norm && scale != 0.0 { (scale * scale).recip() } else { 0.0 };
+                dispatch(Unnormalise { unit, d_unit, factor: tokens.factors[row] as f32, along: along as f32, d_x });
             }
         }
     }
@@ -351,7 +372,6 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
 struct Room {
     tokens: Tokens,
     states: Pages<f32>,
-    p: Pages<f32>,
     u: Pages<f32>,
     out: Gradients,
 }
@@ -359,9 +379,8 @@ struct Room {
 impl Room {
     /// For so many chunks of a head.
     fn new(sizes: Sizes, chunks: usize) -> Self {
-        let [states, p, u] =
-            [sizes.state(), CHUNK * sizes.values, CHUNK * sizes.values].map(|n| Pages::zeroed(chunks * n));
-        Self { tokens: Tokens::new(sizes), states, p, u, out: Gradients::new(sizes) }
+        let [states, u] = [sizes.state(), CHUNK * sizes.values].map(|n| Pages::zeroed(chunks * n));
+        Self { tokens: Tokens::new(sizes), states, u, out: Gradients::new(sizes) }
     }
 }
 

@@ -81,15 +81,15 @@ pub fn backward(
             d_last: d_last.as_ref().map(|_| host::values(last, start[1], shape.iter().product())).transpose()?,
         };
         let mut d_gates = vec![0.0; gates.elem_count()];
-        let mut d_state = vec![0.0; shape.iter().product()];
+        let mut d_state = plan.state.map(|_| vec![0.0; shape.iter().product()]);
         let d_qkv = by_dtype!(
-            x, d_o => call.run(x, &d_o[start[0]..], &mut d_gates, &mut d_state),
+            x, d_o => call.run(x, &d_o[start[0]..], &mut d_gates, d_state.as_deref_mut().unwrap_or_default()),
             else bail!("{OP}: expected a gradient in {:?}", storage_dtype(x))
         );
         Ok((
             host::tensor_of(d_qkv, qkv.shape().clone()),
             Tensor::from_vec(d_gates, gates.shape(), &Device::Cpu)?,
-            Some(Tensor::from_vec(d_state, &shape[..], &Device::Cpu)?),
+            d_state.map(|d_state| Tensor::from_vec(d_state, &shape[..], &Device::Cpu)).transpose()?,
         ))
     })
 }

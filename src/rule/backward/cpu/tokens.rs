@@ -40,10 +40,12 @@ pub struct Tokens {
     pub sizes: Sizes,
     /// `[2 CHUNK, padded K]`: the queries, scaled, then the keys.
     pub qk: Vec<f32>,
+    /// By what the rows of q and k were multiplied.
+    pub factors: [f64; 2 * CHUNK],
     /// `[CHUNK, padded V]`
     pub v: Vec<f32>,
-    /// `[2 CHUNK, padded V]`: the gradient of o; the second half is that of P.
-    pub d_op: Vec<f32>,
+    /// `[2 CHUNK, padded V]`: the gradient of o, then W.
+    pub d_ow: Vec<f32>,
     pub beta: [f32; CHUNK],
     pub decays: Decays,
     /// `[padded K, CHUNK]`: the keys transposed.
@@ -116,9 +118,9 @@ pub(super) struct Scratch {
     pub(super) updates: Vec<f32>,
     /// `[CHUNK, padded V]`
     pub(super) d_u: Vec<f32>,
-    /// `[3 CHUNK, padded K]`: dO S, dP S and U dS.
+    /// `[3 CHUNK, padded K]`: dO S, W S and U dS.
     pub(super) with_states: Vec<f32>,
-    /// `[2 CHUNK, padded K]`: queries and keys times decays.
+    /// `[2 CHUNK, padded K]`: queries and keys times decays or beta.
     pub(super) decayed: Vec<f32>,
 }
 
@@ -127,8 +129,9 @@ impl Tokens {
         Self {
             sizes,
             qk: vec![0.0; 2 * CHUNK * sizes.keys],
+            factors: [0.0; 2 * CHUNK],
             v: vec![0.0; CHUNK * sizes.values],
-            d_op: vec![0.0; 2 * CHUNK * sizes.values],
+            d_ow: vec![0.0; 2 * CHUNK * sizes.values],
             beta: [0.0; CHUNK],
             decays: Decays::new(&[0.0; CHUNK]),
             keys: vec![0.0; sizes.keys * CHUNK],
