@@ -4,6 +4,7 @@ use crate::by_dtype;
 use crate::check::{heads, HeadsLayout};
 use crate::cpu::matmul::Weights;
 use crate::cpu::{Element, Sequences};
+use crate::device::Locked;
 use candle_core::op::BackpropOp;
 use candle_core::{bail, CpuStorage, DType, Device, Result, Shape, Storage, Tensor};
 use half::{bf16, f16};
@@ -19,11 +20,11 @@ pub fn with_f32s<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&[f32]; N])
     for x in &mut dense {
         *x = x.to_dtype(DType::F32)?.contiguous()?;
     }
-    let guards = dense.each_ref().map(Tensor::storage_and_layout);
+    let locked = Locked::new(dense.each_ref());
     let mut slices = [&[][..]; N];
-    for (slice, (storage, layout)) in slices.iter_mut().zip(&guards) {
-        let Storage::Cpu(CpuStorage::F32(data)) = &**storage else { bail!("expected a tensor on the CPU") };
-        *slice = &data[layout.start_offset()..][..layout.shape().elem_count()];
+    for ((slice, storage), x) in slices.iter_mut().zip(locked.storages()).zip(&dense) {
+        let Storage::Cpu(CpuStorage::F32(data)) = storage else { bail!("expected a tensor on the CPU") };
+        *slice = &data[x.layout().start_offset()..][..x.elem_count()];
     }
     Ok(f(slices))
 }
@@ -33,8 +34,7 @@ pub fn with_storages<const N: usize, R>(x: [&Tensor; N], f: impl FnOnce([&CpuSto
     if !x.iter().all(|x| x.device().is_cpu()) {
         bail!("expected tensors on the CPU");
     }
-    let guards = x.map(|x| x.storage_and_layout().0);
-    f(std::array::from_fn(|i| match &*guards[i] {
+    f(Locked::new(x).storages().map(|storage| match storage {
         Storage::Cpu(storage) => storage,
         _ => unreachable!("the device was checked"),
     }))

@@ -53,17 +53,14 @@ fn on_cuda<const N: usize>(
         [(&candle_core::CudaStorage, &candle_core::Layout); N],
     ) -> Result<(candle_core::CudaStorage, candle_core::Shape)>,
 ) -> Result<Option<Tensor>> {
-    use std::array::from_fn;
     if !tensors.iter().all(|tensor| tensor.device().is_cuda()) {
         return Ok(None);
     }
     let _working = super::Working::new(tensors[0].device());
-    // A storage that several of them share is locked once, by the first.
-    let keys = tensors.map(crate::check::storage_key);
-    let first: [usize; N] = from_fn(|i| (0..i).find(|j| keys[*j] == keys[i]).unwrap_or(i));
-    let guards: [_; N] = from_fn(|i| (first[i] == i).then(|| tensors[i].storage_and_layout().0));
-    let args: [_; N] = from_fn(|i| match guards[first[i]].as_deref() {
-        Some(candle_core::Storage::Cuda(storage)) => (storage, tensors[i].layout()),
+    let locked = super::Locked::new(tensors);
+    let storages = locked.storages();
+    let args: [_; N] = std::array::from_fn(|i| match storages[i] {
+        candle_core::Storage::Cuda(storage) => (storage, tensors[i].layout()),
         _ => unreachable!("a tensor on CUDA has a storage on CUDA"),
     });
     let (out, shape) = run(args)?;

@@ -6,6 +6,7 @@ mod apply;
 mod arena;
 mod in_place;
 mod launch;
+mod locked;
 #[cfg(feature = "cuda")]
 mod pointers;
 mod side_output;
@@ -17,6 +18,7 @@ mod threads;
 pub use apply::{apply1, apply2, apply3};
 pub use in_place::*;
 pub use launch::{Arena, Launch};
+pub use locked::Locked;
 pub use side_output::SideOutput;
 pub use threads::{LastThread, Working};
 

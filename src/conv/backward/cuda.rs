@@ -7,6 +7,7 @@ use candle_core::{CudaStorage, DType, Result, Tensor};
 use candle_gdn_core::abi as gdn;
 use candle_gdn_core::check::{heads_layout, Lead};
 use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::Locked;
 use candle_gdn_core::{held, held_u32, CuSeqlens};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -44,8 +45,8 @@ pub(super) fn backward(
 ) -> Result<[Tensor; 3]> {
     let lead = Lead::of_tokens(op.cu_seqlens.as_ref());
     let d_y_layout = heads_layout(OP, "d_y", d_y.layout(), lead, &d_y.dims()[..lead.rank()], (1, plan.channels))?;
-    let guards = args.map(Tensor::storage_and_layout);
-    let [x, weight, window] = cuda_storages(OP, [&guards[0].0, &guards[1].0, &guards[2].0])?;
+    let locked = Locked::new(args);
+    let [x, weight, window] = cuda_storages(OP, locked.storages())?;
     let (device, dtype, weight_dtype) = (x.device(), x.dtype(), weight.dtype());
     let stream = &*stream_of(x)?;
     held!(d_y, d_y, stream);

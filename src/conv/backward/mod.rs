@@ -17,7 +17,7 @@ const OP: &str = "causal_conv1d_diff";
 struct ConvDiff {
     cu_seqlens: Option<CuSeqlens>,
     silu: bool,
-    /// Whether the third argument is the window; without one it is the weight once more.
+    /// Whether the third argument is the window; without one it is a number that nobody reads.
     has_window: bool,
 }
 
@@ -92,8 +92,7 @@ impl ConvDiff {
         };
         #[cfg(not(feature = "cuda"))]
         let [d_x, d_weight, d_window] = self.backward_on_cpu(&plan, args, &grad)?;
-        let [d_x, d_weight, d_window] = tracked(args, [d_x, d_weight.to_dtype(weight.dtype())?, d_window]);
-        Ok([d_x, d_weight, d_window.filter(|_| self.has_window)])
+        Ok(tracked(args, [d_x, d_weight.to_dtype(weight.dtype())?, d_window]))
     }
 
     fn backward_on_cpu(&self, plan: &DiffPlan, [x, weight, window]: [&Tensor; 3], d_y: &Tensor) -> Result<[Tensor; 3]> {
@@ -183,6 +182,7 @@ pub fn causal_conv1d_diff(
     let op = ConvDiff { cu_seqlens: cu_seqlens.cloned(), silu, has_window: window.is_some() };
     let _working = Working::new(x.device());
     let weight = weight.contiguous()?;
-    let window = window.map_or_else(|| Ok(weight.clone()), Tensor::contiguous)?;
+    // Not the weight once more: candle locks the storage of each argument, and a variable's that is locked twice may stop for ever.
+    let window = window.map_or_else(|| Tensor::zeros(1, x.dtype(), x.device()), Tensor::contiguous)?;
     dense_rows(x)?.apply_op3(&weight, &window, op)
 }

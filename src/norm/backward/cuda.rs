@@ -6,6 +6,7 @@ use candle_core::{DType, Result, Tensor};
 use candle_gdn_core::abi as gdn;
 use candle_gdn_core::check::HeadsLayout;
 use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::Locked;
 use candle_gdn_core::held;
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -17,8 +18,8 @@ pub(super) fn backward(
     args: [&Tensor; 3],
     (grad, d_y): (&Tensor, HeadsLayout),
 ) -> Result<[Tensor; 3]> {
-    let guards = args.map(Tensor::storage_and_layout);
-    let [x, z, weight] = cuda_storages(OP, [&guards[0].0, &guards[1].0, &guards[2].0])?;
+    let locked = Locked::new(args);
+    let [x, z, weight] = cuda_storages(OP, locked.storages())?;
     let (device, dtype, weight_dtype) = (x.device(), x.dtype(), weight.dtype());
     let stream = &*stream_of(x)?;
     held!(grad, grad, stream);

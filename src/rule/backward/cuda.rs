@@ -8,6 +8,7 @@ use candle_core::{CudaStorage, DType, Result, Tensor};
 use candle_gdn_core::abi as gdn;
 use candle_gdn_core::check::HeadsLayout;
 use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::Locked;
 use candle_gdn_core::{held, held_or_none, held_u32, CuSeqlens};
 use std::ffi::c_void;
 use std::ptr::{null, null_mut};
@@ -67,8 +68,8 @@ pub(super) fn backward(
     (d_o, d_last): (&Tensor, Option<Tensor>),
     wants_state: bool,
 ) -> Result<(Tensor, Tensor, Option<Tensor>)> {
-    let guards = args.map(Tensor::storage_and_layout);
-    let [qkv, gates, state] = cuda_storages(OP, [&guards[0].0, &guards[1].0, &guards[2].0])?;
+    let locked = Locked::new(args);
+    let [qkv, gates, state] = cuda_storages(OP, locked.storages())?;
     let (device, dtype) = (qkv.device(), qkv.dtype());
     let stream = &*stream_of(qkv)?;
     held!(d_o_pointer, d_o, stream);

@@ -7,6 +7,7 @@ use candle_core::{CudaStorage, DType, Result, Tensor};
 use candle_gdn_core::abi as gdn;
 use candle_gdn_core::check::HeadsLayout;
 use candle_gdn_core::device::cuda::*;
+use candle_gdn_core::device::Locked;
 use candle_gdn_core::held;
 use std::ffi::c_void;
 
@@ -25,8 +26,8 @@ pub(super) fn run(op: &GdnGates, plan: &GatesPlan, args: [&CudaStorage; 3]) -> R
 
 /// The gradients of all arguments.
 pub(super) fn backward(op: &GdnGates, plan: &GatesPlan, args: [&Tensor; 3], grad: &Tensor) -> Result<[Tensor; 3]> {
-    let guards = args.map(Tensor::storage_and_layout);
-    let storages = cuda_storages(OP, [&guards[0].0, &guards[1].0, &guards[2].0])?;
+    let locked = Locked::new(args);
+    let storages = cuda_storages(OP, locked.storages())?;
     let (device, stream) = (storages[0].device(), &*stream_of(storages[0])?);
     held!(grad_pointer, grad, stream);
     let mut d_ba = alloc_of(device, storages[0].dtype(), plan.shape().dims())?;
