@@ -2,10 +2,11 @@
 //!
 //! An op of candle has at most three arguments, but a function may read any number of variables, and candle gives gradients to an
 //! op's arguments alone. The variables, and all inputs but the first, are arguments of a chain of ops whose outputs carry nothing; the
-//! last of them is an argument of the function's own op. Its backward pass comes first, computes all gradients and leaves those for the
-//! chain. The function's first output is that of the op, further ones are side outputs.
+//! last of them is an argument of the function's own op, whose output carries nothing either. Its backward pass comes first, computes
+//! all gradients and leaves those for the chain. All that the function returns are side outputs: an output that a loss does not
+//! reach has no gradient, not zeros, and what it alone depends on has none.
 
-use candle_core::{bail, CpuStorage, CustomOp1, DType, Layout, Result, Shape, Storage, Tensor, TensorId, Var};
+use candle_core::{CpuStorage, CustomOp1, DType, Layout, Result, Tensor, TensorId, Var};
 use candle_gdn_core::check::*;
 use candle_gdn_core::custom_op;
 use candle_gdn_core::device::{SideOutput, Working};
@@ -22,40 +23,54 @@ pub fn checkpoint(
     function: impl Fn(&[Tensor]) -> Result<Vec<Tensor>> + Send + Sync + 'static,
 ) -> Result<Vec<Tensor>> {
     let inputs: Vec<Tensor> = inputs.iter().copied().cloned().collect();
-    let detached: Vec<Tensor> = inputs.iter().map(Tensor::detach).collect();
-    let outputs = function(&detached)?;
-    let mut reads: Vec<Tensor> = inputs[1..].iter().filter(|input| input.track_op()).cloned().collect();
-    let mut variables = vec![];
-    for node in outputs.iter().flat_map(Tensor::sorted_nodes).filter(|node| node.is_variable()) {
-        if !variables.iter().any(|known: &Tensor| known.id() == node.id()) {
-            variables.push(node.clone());
+    let (outputs, variables) = run(&inputs, &function)?;
+    let mut reads = vec![];
+    for read in inputs[1..].iter().filter(|input| input.track_op()).chain(&variables) {
+        if !has(&reads, read) {
+            reads.push(read.clone());
         }
     }
-    reads.extend(variables.iter().cloned());
-    let outputs = outputs.iter().map(plain).collect::<Result<Vec<_>>>()?;
     let gradients = Arc::<Gradients>::default();
     let mut carrier = Tensor::zeros(1, DType::F32, inputs[0].device())?;
     for pair in reads.chunks(2) {
         carrier = carrier.apply_op3(&pair[0], &pair[pair.len() - 1], Carrier(gradients.clone()))?;
     }
-    let mut further = vec![];
-    for output in &outputs[1..] {
-        let side = Arc::<SideOutput>::default();
-        side.put(output.storage_and_layout().0.try_clone(output.layout())?, output.shape());
-        further.push(side);
-    }
     let x = inputs[0].clone();
-    let op = Recomputed {
-        function: Box::new(function),
-        inputs,
-        variables,
-        gradients,
-        y: Mutex::new(outputs.into_iter().next()),
-        further: further.clone(),
+    let function = Box::new(function);
+    let op = Recomputed { function, inputs, variables, gradients, outputs: outputs.clone() };
+    let main = x.apply_op2(&carrier, op)?;
+    outputs.into_iter().map(|output| output.tensor(&main)).collect()
+}
+
+/// The outputs once, without what led to them, and the variables that they depend on.
+fn run(inputs: &[Tensor], function: &Function) -> Result<(Vec<Arc<SideOutput>>, Vec<Tensor>)> {
+    let leaves = leaves(inputs)?;
+    let (mut kept, mut variables) = (vec![], vec![]);
+    for output in function(&leaves)? {
+        for node in output.sorted_nodes() {
+            if node.is_variable() && !has(&leaves, node) && !has(&variables, node) {
+                variables.push(node.clone());
+            }
+        }
+        let (side, output) = (Arc::<SideOutput>::default(), plain(&output)?);
+        side.put(output.storage_and_layout().0.try_clone(output.layout())?, output.shape());
+        kept.push(side);
+    }
+    Ok((kept, variables))
+}
+
+/// The inputs as tensors from which no graph leads on. Tracked ones are variables in both passes, so that the first refuses what
+/// the second would.
+fn leaves(inputs: &[Tensor]) -> Result<Vec<Tensor>> {
+    let leaf = |input: &Tensor| match input.track_op() {
+        true => Ok(Var::from_tensor(&input.detach())?.into_inner()),
+        false => Ok(input.detach()),
     };
-    let y = x.apply_op2(&carrier, op)?;
-    let further: Vec<_> = further.into_iter().map(|side| side.tensor(&y)).collect::<Result<_>>()?;
-    Ok([vec![y], further].concat())
+    inputs.iter().map(leaf).collect()
+}
+
+fn has(all: &[Tensor], tensor: &Tensor) -> bool {
+    all.iter().any(|other| other.id() == tensor.id())
 }
 
 /// Without gradients, and in a storage of its own.
@@ -76,18 +91,28 @@ impl Gradients {
     }
 }
 
+/// The output of an op that carries nothing.
+fn nothing_on_cpu() -> CpuOutput {
+    Ok((CpuStorage::F32(vec![0.0]), 1.into()))
+}
+
+#[cfg(feature = "cuda")]
+fn nothing_on_cuda(beside: &candle_core::CudaStorage) -> CudaOutput {
+    use candle_core::backend::BackendStorage;
+    Ok((candle_gdn_core::device::cuda::zeros_of(beside.device(), DType::F32, &[1])?, 1.into()))
+}
+
 /// An op whose output carries nothing but the order of two backward passes.
 struct Carrier(Arc<Gradients>);
 
 impl Carrier {
     fn on_cpu(&self, _: [CpuArg<'_>; 3]) -> CpuOutput {
-        Ok((CpuStorage::F32(vec![0.0]), 1.into()))
+        nothing_on_cpu()
     }
 
     #[cfg(feature = "cuda")]
     fn on_cuda(&self, [carrier, ..]: [CudaArg<'_>; 3]) -> CudaOutput {
-        use candle_core::backend::BackendStorage;
-        Ok((candle_gdn_core::device::cuda::zeros_of(carrier.0.device(), DType::F32, &[1])?, 1.into()))
+        nothing_on_cuda(carrier.0)
     }
 
     fn backward(&self, [carrier, first, second]: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
@@ -106,64 +131,49 @@ struct Recomputed {
     inputs: Vec<Tensor>,
     variables: Vec<Tensor>,
     gradients: Arc<Gradients>,
-    /// What the function returned first, until the forward pass has it.
-    y: Mutex<Option<Tensor>>,
-    further: Vec<Arc<SideOutput>>,
+    outputs: Vec<Arc<SideOutput>>,
 }
 
 impl Recomputed {
-    fn result(&self) -> Result<(Storage, Shape)> {
-        let Some(y) = self.y.lock().unwrap_or_else(PoisonError::into_inner).take() else {
-            bail!("{OP}: applied twice");
-        };
-        let (storage, layout) = y.storage_and_layout();
-        Ok((storage.try_clone(layout)?, y.shape().clone()))
-    }
-
     fn on_cpu(&self, _: [CpuArg<'_>; 2]) -> CpuOutput {
-        match self.result()? {
-            (Storage::Cpu(storage), shape) => Ok((storage, shape)),
-            _ => bail!("{OP}: expected a function that stays on x's device"),
-        }
+        nothing_on_cpu()
     }
 
     #[cfg(feature = "cuda")]
-    fn on_cuda(&self, _: [CudaArg<'_>; 2]) -> CudaOutput {
-        match self.result()? {
-            (Storage::Cuda(storage), shape) => Ok((storage, shape)),
-            _ => bail!("{OP}: expected a function that stays on x's device"),
-        }
+    fn on_cuda(&self, [x, _]: [CudaArg<'_>; 2]) -> CudaOutput {
+        nothing_on_cuda(x.0)
     }
 
-    fn backward(&self, [x, carrier]: [&Tensor; 2], grad: &Tensor) -> Result<[Option<Tensor>; 2]> {
+    fn backward(&self, [x, carrier]: [&Tensor; 2], _: &Tensor) -> Result<[Option<Tensor>; 2]> {
         let _working = Working::new(x.device());
-        let mut inputs = vec![];
-        for input in &self.inputs {
-            inputs.push(match input.track_op() {
-                true => Var::from_tensor(&input.detach())?.into_inner(),
-                false => input.detach(),
-            });
-        }
-        let further: Vec<_> = self.further.iter().map(|side| side.take_gradient()).collect();
-        let outputs = (self.function)(&inputs)?;
-        let mut loss = outputs[0].apply_op1(Seed(grad.clone()))?;
-        for (output, grad) in outputs[1..].iter().zip(further) {
-            if let Some(grad) = grad {
+        let leaves = leaves(&self.inputs)?;
+        let mut loss = Tensor::zeros((), DType::F32, x.device())?;
+        for (output, side) in (self.function)(&leaves)?.into_iter().zip(&self.outputs) {
+            if let Some(grad) = side.take_gradient() {
                 loss = (loss + output.apply_op1(Seed(grad))?)?;
             }
         }
-        drop(outputs);
         let mut store = loss.backward()?;
         drop(loss);
-        let mut gradient = |of: &Tensor| store.remove(of).map_or_else(|| of.zeros_like(), Ok);
-        let d_x = x.track_op().then(|| gradient(&inputs[0])).transpose()?;
         let mut gradients = self.gradients.lock();
         gradients.clear();
-        for (input, variable) in self.inputs.iter().zip(&inputs).skip(1).filter(|(input, _)| input.track_op()) {
-            gradients.insert(input.id(), gradient(variable)?);
-        }
-        for variable in &self.variables {
-            gradients.insert(variable.id(), gradient(variable)?);
+        let of_leaves = self.inputs.iter().zip(&leaves).filter(|(input, _)| input.track_op());
+        let of_leaves = of_leaves.map(|(input, leaf)| match store.remove(leaf) {
+            None if input.is_variable() => Ok((input, None)),
+            // candle goes on through whatever led to it, and expects a gradient there.
+            None => Ok((input, Some(input.zeros_like()?))),
+            found => Ok((input, found)),
+        });
+        let mut all = of_leaves.collect::<Result<Vec<_>>>()?;
+        let d_x = all.first_mut().filter(|_| x.track_op()).and_then(|(_, gradient)| gradient.take());
+        all.extend(self.variables.iter().map(|variable| (variable, store.remove(variable))));
+        for (tensor, gradient) in all.into_iter().filter_map(|(tensor, gradient)| Some((tensor, gradient?))) {
+            // A variable may be an input and be read by a module as well.
+            let sum = match gradients.remove(&tensor.id()) {
+                Some(other) => (other + gradient)?,
+                None => gradient,
+            };
+            gradients.insert(tensor.id(), sum);
         }
         Ok([d_x, carrier.track_op().then(|| carrier.zeros_like()).transpose()?])
     }

@@ -29,7 +29,7 @@ pub fn columns<const N: usize>(x: &Tensor, parts: [Runs; N]) -> Result<[Tensor; 
     Ok(outputs.try_into().expect("an output for each part"))
 }
 
-/// Of columns that lie side by side for each key head, those of each part.
+/// Of columns that lie side by side for each key head, those of each part; or of the rows of such a matrix.
 pub fn by_key_head<const N: usize>(key_heads: usize, sizes: [usize; N]) -> [Runs; N] {
     let head: usize = sizes.iter().sum();
     std::array::from_fn(|part| {

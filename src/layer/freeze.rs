@@ -1,9 +1,10 @@
 //! From training to decoding.
 
-use super::load::{sections, select_rows};
+use super::columns::{by_key_head, Runs};
+use super::load::select_rows;
 use super::{GatedDeltaNet, GdnConfig, GdnParts, InProjection, Project, Projection, TrainableGatedDeltaNet};
 use crate::linear::DenseWeight;
-use candle_core::{DType, Result, Tensor};
+use candle_core::{DType, Device, Result, Tensor};
 use candle_gdn_core::device::{Launch, Working};
 
 /// A projection whose gradients nobody wants any more.
@@ -16,6 +17,10 @@ impl Project for Detached {
 
     fn shape(&self) -> Option<[usize; 2]> {
         self.0.shape()
+    }
+
+    fn dtype_and_device(&self) -> Option<(DType, &Device)> {
+        self.0.dtype_and_device()
     }
 }
 
@@ -68,10 +73,14 @@ fn dense_rows(c: &GdnConfig, in_proj: &InProjection) -> Result<Option<Tensor>> {
     let rows = match in_proj {
         InProjection::Fused(all) => vec![all.dense()?],
         InProjection::Interleaved { qkvz, ba } => {
-            let select = |weight: Option<Tensor>, sizes: &[usize]| {
-                weight.map(|weight| select_rows(&weight, &sections(c.num_key_heads, sizes))).transpose()
+            let select = |weight: Option<Tensor>, rows: &[Runs]| {
+                weight.map(|weight| select_rows(&weight, &rows.concat())).transpose()
             };
-            vec![select(qkvz.dense()?, &c.qkvz_sizes())?, select(ba.dense()?, &c.ba_sizes())?]
+            let heads = c.num_key_heads;
+            vec![
+                select(qkvz.dense()?, &by_key_head(heads, c.qkvz_sizes()))?,
+                select(ba.dense()?, &by_key_head(heads, c.ba_sizes()))?,
+            ]
         }
         InProjection::Split { qkv, z, b, a } => vec![qkv.dense()?, z.dense()?, b.dense()?, a.dense()?],
         InProjection::Separate { q, k, v, z, b, a } => {

@@ -1,5 +1,6 @@
 //! A layer out of a checkpoint, in any of the layouts that are published.
 
+use super::columns::by_key_head;
 use super::layout::{Layout, FIRST, SEPARATE};
 use super::{ConvWeight, GatedDeltaNet, GdnConfig, GdnParts, InProjection, Projection};
 use crate::linear::DenseWeight;
@@ -40,7 +41,7 @@ impl Matrices for VarBuilder<'_> {
     }
 
     fn matrix(&self, rows: usize, columns: usize, name: &str) -> Result<Tensor> {
-        self.get((rows, columns), name)
+        self.tensor((rows, columns).into(), name)
     }
 
     fn select_rows(&self, matrix: Tensor, ranges: &[Range<usize>]) -> Result<Tensor> {
@@ -52,12 +53,24 @@ impl Matrices for VarBuilder<'_> {
     }
 
     fn tensor(&self, shape: Shape, name: &str) -> Result<Tensor> {
+        check_present(self, name)?;
         self.get(shape, name)
     }
 
     fn vector(&self, len: usize, name: &str) -> Result<Tensor> {
+        check_present(self, name)?;
         self.get_with_hints_dtype(len, name, Init::default(), DType::F32)
     }
+}
+
+/// A map of variables that lacks a weight makes one, of zeros, when it is asked for it.
+fn check_present(vb: &VarBuilder, name: &str) -> Result<()> {
+    if !vb.contains_tensor(name) {
+        let prefix = vb.prefix();
+        let path = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
+        bail!("GatedDeltaNet: load: expected the weight `{path}`, found none");
+    }
+    Ok(())
 }
 
 /// The rows of `matrix [rows, ..]` in the order of `ranges`, copied.
@@ -123,14 +136,17 @@ impl GatedDeltaNet {
         config.check()?;
         let (c, heads) = (config, config.num_value_heads);
         let get = |rows: usize, name: &str| weights.matrix(rows, c.hidden_size, name);
-        let by_section = |rows: usize, name: &str, sizes: &[usize]| {
-            weights.select_rows(get(rows, name)?, &sections(c.num_key_heads, sizes))
-        };
         let layout = Layout::find(&weights.prefix(), |name| weights.contains(name))?;
         let in_proj = match layout {
             Layout::Interleaved => vec![
-                by_section(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight", &c.qkvz_sizes())?,
-                by_section(2 * heads, "in_proj_ba.weight", &c.ba_sizes())?,
+                weights.select_rows(
+                    get(c.conv_channels() + c.value_size(), "in_proj_qkvz.weight")?,
+                    &by_key_head(c.num_key_heads, c.qkvz_sizes()).concat(),
+                )?,
+                weights.select_rows(
+                    get(2 * heads, "in_proj_ba.weight")?,
+                    &by_key_head(c.num_key_heads, c.ba_sizes()).concat(),
+                )?,
             ],
             Layout::Split => vec![
                 get(c.conv_channels(), "in_proj_qkv.weight")?,
@@ -200,16 +216,4 @@ pub(super) fn init_weights(config: &GdnConfig, vb: &VarBuilder) -> Result<()> {
         a_log.slice_set(&a_log.detach().log()?, 0, 0)?;
     }
     Ok(())
-}
-
-/// Where the rows of each section are in a matrix that has, for each of `heads`, `sizes` rows of the sections in turn.
-pub(super) fn sections(heads: usize, sizes: &[usize]) -> Vec<Range<usize>> {
-    let per_head: usize = sizes.iter().sum();
-    let mut first = 0;
-    let mut ranges = Vec::with_capacity(heads * sizes.len());
-    for size in sizes {
-        ranges.extend((0..heads).map(|head| head * per_head + first..head * per_head + first + size));
-        first += size;
-    }
-    ranges
 }

@@ -21,7 +21,6 @@ pub use train::{TrainableGatedDeltaNet, TrainingState};
 pub use verify::{Accepted, Drafted};
 
 use crate::algo::Algo;
-use crate::plan;
 use crate::rule::RuleOptions;
 use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
@@ -88,9 +87,6 @@ pub struct GatedDeltaNet {
 }
 
 impl GatedDeltaNet {
-    /// Tokens a sequence up to which a call uses the fused step on CUDA.
-    pub const STEP_TOKENS: usize = plan::FUSED_TOKENS;
-
     /// The layer of these parts: for projections that are not dense, or weights from elsewhere.
     ///
     /// [`GatedDeltaNet::with_algo`] forces a kernel.
@@ -102,9 +98,9 @@ impl GatedDeltaNet {
         config.check()?;
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
         check_gpu(conv_weight.first().device())?;
-        in_proj.check(config)?;
-        out_proj.check("out_proj", config.hidden_size, config.value_size())?;
         conv_weight.check(OP, config)?;
+        in_proj.check(config, conv_weight.first().device())?;
+        out_proj.check("out_proj", [config.hidden_size, config.value_size()], conv_weight.first().device())?;
         let conv_weight = conv_weight.joined()?.detach().force_contiguous()?;
         let vector = |arg: &str, tensor: &Tensor, n: usize| {
             check_shape(OP, arg, tensor, &[n])?;

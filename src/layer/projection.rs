@@ -1,11 +1,11 @@
 //! What the layer projects with, and what a projection of its input gives.
 
-use super::columns;
+use super::columns::{self, by_key_head};
 use super::config::GdnConfig;
 use super::layout::SEPARATE;
 use crate::linear::DenseWeight;
 use crate::rule::Gates;
-use candle_core::{bail, Module, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Module, Result, Tensor, D};
 use candle_gdn_core::device::Launch;
 use std::sync::Arc;
 
@@ -39,6 +39,11 @@ pub trait Project {
         None
     }
 
+    /// The dtype that x needs and the device where the weight lies, where they are known.
+    fn dtype_and_device(&self) -> Option<(DType, &Device)> {
+        None
+    }
+
     /// The weight `[outputs, inputs]` as it is now, where the projection is nothing but the product with one:
     /// [`TrainableGatedDeltaNet::freeze`](crate::TrainableGatedDeltaNet::freeze) makes one matrix of those of the input. A LoRA returns its sum with the base.
     ///
@@ -57,6 +62,10 @@ impl Project for candle_nn::Linear {
 
     fn shape(&self) -> Option<[usize; 2]> {
         self.weight().dims2().ok().map(|(outputs, inputs)| [outputs, inputs])
+    }
+
+    fn dtype_and_device(&self) -> Option<(DType, &Device)> {
+        Some((self.weight().dtype(), self.weight().device()))
     }
 
     fn dense(&self) -> Result<Option<Tensor>> {
@@ -81,6 +90,10 @@ impl Project for DenseWeight {
     fn shape(&self) -> Option<[usize; 2]> {
         Some([self.outputs(), self.inputs()])
     }
+
+    fn dtype_and_device(&self) -> Option<(DType, &Device)> {
+        Some((self.dtype(), self.device()))
+    }
 }
 
 impl Projection {
@@ -103,6 +116,10 @@ impl Projection {
         self.0.shape()
     }
 
+    pub(super) fn dtype_and_device(&self) -> Option<(DType, &Device)> {
+        self.0.dtype_and_device()
+    }
+
     pub(super) fn dense(&self) -> Result<Option<Tensor>> {
         self.0.dense()
     }
@@ -121,12 +138,34 @@ impl Projection {
         Ok(y)
     }
 
-    /// That the sizes fit, where they are known.
-    pub(super) fn check(&self, name: &str, outputs: usize, inputs: usize) -> Result<()> {
+    /// The same for training: where x has a gradient the output has one. candle multiplies by a quantised matrix without, and
+    /// without a word.
+    pub(super) fn forward_tracked(&self, name: &str, x: &Tensor, outputs: usize) -> Result<Tensor> {
+        let y = self.forward(name, x, outputs, &Launch::default())?;
+        if x.track_op() && !y.track_op() {
+            bail!(
+                "TrainableGatedDeltaNet: {name}: expected a projection with gradients, as its input is tracked for them, got an \
+                 output that is not tracked: candle's QMatMul of a quantised matrix has no backward pass; use a \
+                 candle_nn::Linear of the dequantised matrix"
+            );
+        }
+        Ok(y)
+    }
+
+    /// That sizes and device fit, where they are known.
+    pub(super) fn check(&self, name: &str, [outputs, inputs]: [usize; 2], device: &Device) -> Result<()> {
         match self.0.shape() {
             Some(got) if got != [outputs, inputs] => {
                 bail!("GatedDeltaNet: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
             }
+            _ => {}
+        }
+        match self.0.dtype_and_device() {
+            Some((_, own)) if !own.same_device(device) => bail!(
+                "GatedDeltaNet: {name}: expected a weight on {:?} (the convolution's device), got one on {:?}",
+                device.location(),
+                own.location()
+            ),
             _ => Ok(()),
         }
     }
@@ -200,23 +239,33 @@ pub enum InProjection {
 }
 
 impl InProjection {
-    pub(super) fn check(&self, c: &GdnConfig) -> Result<()> {
-        let (hidden, heads) = (c.hidden_size, c.num_value_heads);
+    pub(super) fn check(&self, c: &GdnConfig, device: &Device) -> Result<()> {
+        let mut all = self.each(c).into_iter();
+        all.try_for_each(|(name, projection, outputs)| projection.check(name, [outputs, c.hidden_size], device))
+    }
+
+    /// The first of the projections whose weight has a dtype that is known, and the dtype.
+    pub(super) fn dtype(&self, c: &GdnConfig) -> Option<(&'static str, DType)> {
+        self.each(c).into_iter().find_map(|(name, projection, _)| Some((name, projection.dtype_and_device()?.0)))
+    }
+
+    /// The projections with their names and outputs.
+    fn each(&self, c: &GdnConfig) -> Vec<(&'static str, &Projection, usize)> {
+        let (channels, values, heads) = (c.conv_channels(), c.value_size(), c.num_value_heads);
         match self {
-            Self::Fused(all) => all.check("in_proj", c.conv_channels() + c.value_size() + 2 * heads, hidden),
+            Self::Fused(all) => vec![("in_proj", all, channels + values + 2 * heads)],
             Self::Interleaved { qkvz, ba } => {
-                qkvz.check("in_proj_qkvz", c.conv_channels() + c.value_size(), hidden)?;
-                ba.check("in_proj_ba", 2 * heads, hidden)
+                vec![("in_proj_qkvz", qkvz, channels + values), ("in_proj_ba", ba, 2 * heads)]
             }
-            Self::Split { qkv, z, b, a } => {
-                qkv.check("in_proj_qkv", c.conv_channels(), hidden)?;
-                z.check("in_proj_z", c.value_size(), hidden)?;
-                b.check("in_proj_b", heads, hidden)?;
-                a.check("in_proj_a", heads, hidden)
-            }
+            Self::Split { qkv, z, b, a } => vec![
+                ("in_proj_qkv", qkv, channels),
+                ("in_proj_z", z, values),
+                ("in_proj_b", b, heads),
+                ("in_proj_a", a, heads),
+            ],
             Self::Separate { q, k, v, z, b, a } => {
-                let mut each = SEPARATE.iter().zip([q, k, v, z, b, a]).zip(c.section_rows());
-                each.try_for_each(|((name, projection), rows)| projection.check(name, rows, hidden))
+                let each = SEPARATE.into_iter().zip([q, k, v, z, b, a]).zip(c.section_rows());
+                each.map(|((name, projection), rows)| (name, projection, rows)).collect()
             }
         }
     }
@@ -232,64 +281,53 @@ impl InProjection {
     }
 
     fn outputs(&self, c: &GdnConfig, x: &Tensor, launch: &Launch, training: bool) -> Result<Outputs> {
-        let heads = c.num_value_heads;
-        let project = |projection: &Projection, name: &str, outputs: usize, launch: &Launch| {
-            let y = projection.forward(name, x, outputs, launch)?;
-            if y.track_op() && !training {
+        let mut launch = launch.clone();
+        let mut outputs = vec![];
+        for (name, projection, columns) in self.each(c) {
+            if training {
+                outputs.push(projection.forward_tracked(name, x, columns)?);
+                continue;
+            }
+            let y = projection.forward(name, x, columns, &launch)?;
+            if y.track_op() {
                 bail!(
                     "GatedDeltaNet: {name}: expected a module whose output is detached, as there is no backward pass, got one \
                      that is tracked for gradients; to train, use TrainableGatedDeltaNet; without training, return y.detach() \
                      from the module"
                 );
             }
-            Ok(y)
-        };
-        match self {
-            Self::Fused(all) => {
-                let outputs = c.conv_channels() + c.value_size() + 2 * heads;
-                Ok(Outputs::Fused(project(all, "in_proj", outputs, launch)?))
-            }
-            Self::Interleaved { qkvz, ba } => {
-                let qkvz = project(qkvz, "in_proj_qkvz", c.conv_channels() + c.value_size(), launch)?;
-                // Only the first launch has the kernel of the layer before it in front of it.
-                let ba = project(ba, "in_proj_ba", 2 * heads, &Launch { overlap: false, ..launch.clone() })?;
+            outputs.push(y);
+            // Only the first launch has the kernel of the layer before it in front of it.
+            launch.overlap = false;
+        }
+        let last = D::Minus1;
+        Ok(match (self, &outputs[..]) {
+            (Self::Fused(_), [all]) => Outputs::Fused(all.clone()),
+            (Self::Interleaved { .. }, [qkvz, ba]) => {
+                let (of_qkvz, of_ba) = (c.qkvz_sizes(), c.ba_sizes());
                 if training && x.device().is_cpu() {
-                    let [q, k, v, z] = columns::by_key_head(c.num_key_heads, c.qkvz_sizes());
-                    let [qkv, z] = columns::columns(&qkvz, [[q, k, v].concat(), z])?;
-                    let [b, a] = columns::columns(&ba, columns::by_key_head(c.num_key_heads, c.ba_sizes()))?;
+                    let [q, k, v, z] = by_key_head(c.num_key_heads, of_qkvz);
+                    let [qkv, z] = columns::columns(qkvz, [[q, k, v].concat(), z])?;
+                    let [b, a] = columns::columns(ba, by_key_head(c.num_key_heads, of_ba))?;
                     return Ok(Outputs::Split { qkv, z, b, a });
                 }
-                let [q, k, v, z] = by_key_head(c, &qkvz, c.qkvz_sizes())?;
-                let [b, a] = by_key_head(c, &ba, c.ba_sizes())?;
-                let qkv = Tensor::cat(&[q, k, v], D::Minus1)?;
-                Ok(Outputs::Split { qkv, z: z.contiguous()?, b: b.contiguous()?, a: a.contiguous()? })
+                let [q, k, v, z] = narrowed(c, qkvz, of_qkvz)?;
+                let [b, a] = narrowed(c, ba, of_ba)?;
+                let qkv = Tensor::cat(&[q, k, v], last)?;
+                Outputs::Split { qkv, z: z.contiguous()?, b: b.contiguous()?, a: a.contiguous()? }
             }
-            Self::Split { qkv, z, b, a } => {
-                let qkv = project(qkv, "in_proj_qkv", c.conv_channels(), launch)?;
-                let launch = &Launch { overlap: false, ..launch.clone() };
-                Ok(Outputs::Split {
-                    qkv,
-                    z: project(z, "in_proj_z", c.value_size(), launch)?,
-                    b: project(b, "in_proj_b", heads, launch)?,
-                    a: project(a, "in_proj_a", heads, launch)?,
-                })
+            (_, [qkv, z, b, a]) => Outputs::Split { qkv: qkv.clone(), z: z.clone(), b: b.clone(), a: a.clone() },
+            (_, [q, k, v, z, b, a]) => {
+                let qkv = Tensor::cat(&[q, k, v], last)?;
+                Outputs::Split { qkv, z: z.clone(), b: b.clone(), a: a.clone() }
             }
-            Self::Separate { q, k, v, z, b, a } => {
-                let mut launch = launch.clone();
-                let mut outputs = vec![];
-                for ((name, projection), rows) in SEPARATE.iter().zip([q, k, v, z, b, a]).zip(c.section_rows()) {
-                    outputs.push(project(projection, name, rows, &launch)?);
-                    launch.overlap = false;
-                }
-                let qkv = Tensor::cat(&outputs[..3], D::Minus1)?;
-                Ok(Outputs::Split { qkv, z: outputs[3].clone(), b: outputs[4].clone(), a: outputs[5].clone() })
-            }
-        }
+            _ => unreachable!("as many outputs as projections"),
+        })
     }
 }
 
-/// The parts of `x [.., HK * sum of sizes]` that lie side by side for each key head: `[.., HK * size]` each.
-fn by_key_head<const N: usize>(c: &GdnConfig, x: &Tensor, sizes: [usize; N]) -> Result<[Tensor; N]> {
+/// [`by_key_head`] of the columns of `x` as views where they may be, for devices that copy no runs of columns.
+fn narrowed<const N: usize>(c: &GdnConfig, x: &Tensor, sizes: [usize; N]) -> Result<[Tensor; N]> {
     let (lead, _) = x.dims().split_at(x.rank() - 1);
     let heads = x.reshape([lead, &[c.num_key_heads, sizes.iter().sum()]].concat())?;
     let mut start = 0;
@@ -298,10 +336,7 @@ fn by_key_head<const N: usize>(c: &GdnConfig, x: &Tensor, sizes: [usize; N]) -> 
         parts.push(heads.narrow(D::Minus1, start, size)?.flatten_from(lead.len())?);
         start += size;
     }
-    match parts.try_into() {
-        Ok(parts) => Ok(parts),
-        Err(_) => bail!("GatedDeltaNet: in_proj: expected {N} parts"),
-    }
+    Ok(parts.try_into().expect("a part for each size"))
 }
 
 /// What the input projection gave: tensors that the columns are views of.

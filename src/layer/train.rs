@@ -11,8 +11,8 @@ use crate::conv::causal_conv1d_diff;
 use crate::norm::gated_rms_norm;
 use crate::rule::{gdn_gates, gdn_rule_diff, RuleOptions};
 use candle_core::{bail, DType, Result, Tensor, D};
-use candle_gdn_core::check::{check_device, check_float, check_shape};
-use candle_gdn_core::device::{Launch, Working};
+use candle_gdn_core::check::{check_device, check_dtype, check_float, check_shape, check_weight_dtype};
+use candle_gdn_core::device::Working;
 use candle_gdn_core::CuSeqlens;
 
 const OP: &str = "TrainableGatedDeltaNet";
@@ -44,7 +44,8 @@ const OP: &str = "TrainableGatedDeltaNet";
 ///
 /// # Projections
 /// Each is a `Module` ([`Projection::module`]): a `candle_nn::Linear` or one with a LoRA around it. A [`DenseWeight`](crate::DenseWeight) has no gradients
-/// and refuses a tracked input.
+/// and refuses a tracked input; an output that is not tracked where the input is, such as that of candle's `QMatMul` of a quantised matrix, is refused too. A
+/// module that adds such an output to a tracked one loses its gradient unseen.
 ///
 /// # Precision
 /// Weights and x have one dtype, f32, bf16 or f16; `A_log`, `dt_bias` and the norm's weight are best in f32, and then have their
@@ -90,11 +91,13 @@ impl TrainableGatedDeltaNet {
     /// # Errors
     /// When the config does not fit together, or a part does not fit the config (the message names it).
     pub fn new(config: &GdnConfig, parts: GdnParts) -> Result<Self> {
+        let device = parts.conv_weight.first().device();
+        let _working = Working::new(device);
         config.check()?;
         let c = config;
-        parts.in_proj.check(c)?;
-        parts.out_proj.check("out_proj", c.hidden_size, c.value_size())?;
         parts.conv_weight.check(OP, c)?;
+        parts.in_proj.check(c, device)?;
+        parts.out_proj.check("out_proj", [c.hidden_size, c.value_size()], device)?;
         for (arg, tensor, len) in [
             ("a_log", &parts.a_log, c.num_value_heads),
             ("dt_bias", &parts.dt_bias, c.num_value_heads),
@@ -102,7 +105,7 @@ impl TrainableGatedDeltaNet {
         ] {
             check_float(OP, arg, tensor.dtype())?;
             check_shape(OP, arg, tensor, &[len])?;
-            check_device(OP, arg, tensor, parts.conv_weight.first().device())?;
+            check_device(OP, arg, tensor, device)?;
         }
         let options = RuleOptions::with(|options| options.beta_scale = c.beta_scale);
         Ok(Self { config: c.clone(), parts, options, recompute: false })
@@ -163,8 +166,11 @@ impl TrainableGatedDeltaNet {
     ) -> Result<(Tensor, TrainingState)> {
         let _working = Working::new(x.device());
         self.check_x(x, cu_seqlens)?;
+        let sequences = cu_seqlens.map_or(x.dims()[0], CuSeqlens::num_sequences);
+        if let Some(state) = state {
+            self.check_state(state, sequences, x)?;
+        }
         if x.elem_count() == 0 {
-            let sequences = cu_seqlens.map_or(x.dims()[0], CuSeqlens::num_sequences);
             return Ok((x.clone(), state.map_or_else(|| self.zero_state(sequences, x), |state| Ok(state.clone()))?));
         }
         if !self.recompute {
@@ -203,7 +209,7 @@ impl TrainableGatedDeltaNet {
         cu_seqlens: Option<&CuSeqlens>,
         state: Option<&TrainingState>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
-        let (c, parts, launch) = (&self.config, &self.parts, &Launch::default());
+        let (c, parts) = (&self.config, &self.parts);
         let [qkv, z, ba] = in_order(c, parts.in_proj.forward_tracked(c, &x.contiguous()?)?)?;
         let conv_weight = parts.conv_weight.joined()?;
         let (window, recurrent) = state.map(|state| (&state.conv, &state.recurrent)).unzip();
@@ -212,17 +218,22 @@ impl TrainableGatedDeltaNet {
         let (o, last) = gdn_rule_diff(&inner, &gates, recurrent, c.head_sizes(), cu_seqlens, self.options)?;
         let norm_weight = parts.norm_weight.to_dtype(DType::F32)?;
         let o = gated_rms_norm(&o, &z, &norm_weight, c.rms_norm_eps, c.output_gate)?;
-        let y = parts.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, launch)?;
+        let y = parts.out_proj.forward_tracked("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size)?;
         Ok((y, qkv, last))
     }
 
     fn zero_state(&self, sequences: usize, x: &Tensor) -> Result<TrainingState> {
-        let c = &self.config;
-        let recurrent = (sequences, c.num_value_heads, c.value_head_dim, c.key_head_dim);
+        let (conv, recurrent) = self.state_shapes(sequences);
         Ok(TrainingState {
-            conv: Tensor::zeros((sequences, c.conv_kernel - 1, c.conv_channels()), x.dtype(), x.device())?,
-            recurrent: Tensor::zeros(recurrent, DType::F32, x.device())?,
+            conv: Tensor::zeros(&conv, x.dtype(), x.device())?,
+            recurrent: Tensor::zeros(&recurrent, DType::F32, x.device())?,
         })
+    }
+
+    fn state_shapes(&self, sequences: usize) -> ([usize; 3], [usize; 4]) {
+        let c = &self.config;
+        let recurrent = [sequences, c.num_value_heads, c.value_head_dim, c.key_head_dim];
+        ([sequences, c.conv_kernel - 1, c.conv_channels()], recurrent)
     }
 
     /// The window of the convolution after the last tokens.
@@ -273,7 +284,26 @@ impl TrainableGatedDeltaNet {
             }
         }
         check_float(OP, "x", x.dtype())?;
-        check_device(OP, "x", x, self.parts.conv_weight.first().device())
+        let conv_weight = self.parts.conv_weight.first();
+        if let Some((name, dtype)) = self.parts.in_proj.dtype(&self.config).filter(|(_, dtype)| *dtype != x.dtype()) {
+            bail!("{OP}: x: expected dtype {dtype:?} (that of {name}), got {:?}", x.dtype());
+        }
+        check_weight_dtype(OP, "conv_weight", conv_weight.dtype(), x.dtype())?;
+        check_device(OP, "x", x, conv_weight.device())
+    }
+
+    /// Before anything runs, since parts of the state are read by ops that call them otherwise.
+    fn check_state(&self, state: &TrainingState, sequences: usize, x: &Tensor) -> Result<()> {
+        let (conv, recurrent) = self.state_shapes(sequences);
+        for (arg, tensor, shape, dtype) in [
+            ("state.conv", &state.conv, &conv[..], x.dtype()),
+            ("state.recurrent", &state.recurrent, &recurrent[..], DType::F32),
+        ] {
+            check_shape(OP, arg, tensor, shape)?;
+            check_dtype(OP, arg, tensor.dtype(), dtype)?;
+            check_device(OP, arg, tensor, x.device())?;
+        }
+        Ok(())
     }
 }
 

@@ -1,11 +1,11 @@
 //! The layer in training out of a checkpoint, or new.
 
 use super::layout::{Layout, SEPARATE};
-use super::load::{convolutions, init_weights};
+use super::load::{convolutions, init_weights, Matrices};
 use super::{GdnConfig, GdnParts, InProjection, Projection, TrainableGatedDeltaNet};
-use candle_core::{DType, Result, Tensor};
+use candle_core::Result;
 use candle_gdn_core::device::Working;
-use candle_nn::{Init, Linear, VarBuilder};
+use candle_nn::{Linear, VarBuilder};
 
 impl TrainableGatedDeltaNet {
     /// The layer with the weights under `vb`, which stands at `..linear_attn`, in any layout of published checkpoints, which
@@ -34,7 +34,7 @@ impl TrainableGatedDeltaNet {
         config.check()?;
         let (c, heads) = (config, config.num_value_heads);
         let mut projection = |name: &str, outputs: usize, inputs: usize| {
-            let weight = vb.get((outputs, inputs), &format!("{name}.weight"))?;
+            let weight = vb.matrix(outputs, inputs, &format!("{name}.weight"))?;
             wrap(name, Linear::new(weight, None))
         };
         let mut input = |name: &str, outputs: usize| projection(name, outputs, c.hidden_size);
@@ -58,18 +58,15 @@ impl TrainableGatedDeltaNet {
             }
         };
         let out_proj = projection(layout.out_proj(), c.hidden_size, c.value_size())?;
-        let vector = |len: usize, name: &str| -> Result<Tensor> {
-            vb.get_with_hints_dtype(len, name, Init::default(), DType::F32)
-        };
         let parts = GdnParts {
             in_proj,
             conv_weight: match layout {
-                Layout::Separate => convolutions(c, |shape, name| vb.get(&shape, name))?,
-                _ => vb.get((c.conv_channels(), 1, c.conv_kernel), "conv1d.weight")?.into(),
+                Layout::Separate => convolutions(c, |shape, name| vb.tensor((&shape).into(), name))?,
+                _ => vb.tensor((c.conv_channels(), 1, c.conv_kernel).into(), "conv1d.weight")?.into(),
             },
-            a_log: vector(heads, "A_log")?,
-            dt_bias: vector(heads, "dt_bias")?,
-            norm_weight: vector(c.value_head_dim, layout.norm())?,
+            a_log: vb.vector(heads, "A_log")?,
+            dt_bias: vb.vector(heads, "dt_bias")?,
+            norm_weight: vb.vector(c.value_head_dim, layout.norm())?,
             out_proj,
         };
         Self::new(config, parts)

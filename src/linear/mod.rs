@@ -4,8 +4,8 @@
 pub mod cuda;
 pub mod plan;
 
-use candle_core::{bail, Module, Result, Tensor};
-use candle_gdn_core::check::{check_dtype, check_float, check_untracked};
+use candle_core::{bail, DType, Device, Module, Result, Tensor};
+use candle_gdn_core::check::{check_device, check_dtype, check_float, check_untracked};
 use candle_gdn_core::cpu::matmul::{products, Weights};
 use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::host;
@@ -18,7 +18,12 @@ use std::sync::Arc;
 /// cuBLAS, which multiplies the rest. On any device the weight is copied: what an optimiser or `VarMap::load` writes later is not
 /// seen, and there is no backward pass: to train, use a `candle_nn::Linear`.
 #[derive(Debug, Clone)]
-pub struct DenseWeight(Storage);
+pub struct DenseWeight {
+    storage: Storage,
+    /// Those of the tensor it was made of, and of x: panels alone do not show them.
+    dtype: DType,
+    device: Device,
+}
 
 #[derive(Debug, Clone)]
 enum Storage {
@@ -37,15 +42,25 @@ impl DenseWeight {
         if weight.rank() != 2 || weight.elem_count() == 0 {
             bail!("DenseWeight: weight: expected shape [out, in], both at least 1, got {:?}", weight.dims());
         }
-        Ok(Self(match weight.device().is_cpu() {
+        let storage = match weight.device().is_cpu() {
             true => Storage::Panels(Arc::new(host::pack(&weight)?)),
             false => Storage::Tensor(weight.detach().force_contiguous()?),
-        }))
+        };
+        Ok(Self { storage, dtype: weight.dtype(), device: weight.device().clone() })
     }
 
+    /// That of x and y.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// That of x and y.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
     /// Width of y.
     pub fn outputs(&self) -> usize {
-        match &self.0 {
+        match &self.storage {
             Storage::Panels(weights) => weights.outputs(),
             Storage::Tensor(weight) => weight.dims()[0],
         }
@@ -53,7 +68,7 @@ impl DenseWeight {
 
     /// Width of x.
     pub fn inputs(&self) -> usize {
-        match &self.0 {
+        match &self.storage {
             Storage::Panels(weights) => weights.inputs(),
             Storage::Tensor(weight) => weight.dims()[1],
         }
@@ -64,6 +79,8 @@ impl DenseWeight {
     pub(crate) fn multiply(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let _working = Working::new(x.device());
         check_float("DenseWeight", "x", x.dtype())?;
+        check_dtype("DenseWeight", "x", x.dtype(), self.dtype)?;
+        check_device("DenseWeight", "x", x, &self.device)?;
         check_untracked("DenseWeight", "x", x)?;
         let mut dims = x.dims().to_vec();
         let inputs = dims.pop().unwrap_or(0);
@@ -71,7 +88,7 @@ impl DenseWeight {
             bail!("DenseWeight: x: expected shape [.., {}], got {:?}", self.inputs(), x.dims());
         }
         dims.push(self.outputs());
-        match &self.0 {
+        match &self.storage {
             Storage::Panels(weights) => {
                 let [y] = host::with_f32(x, |x| products(x, [weights]))?;
                 host::tensor(y, dims, x.dtype())

@@ -27,6 +27,7 @@ mod rule_case;
 mod rule_constants;
 mod rule_drawn;
 mod semantics;
+mod shared_ring;
 mod sixteen_bits;
 mod sizes;
 mod slot_pool;
@@ -40,6 +41,7 @@ mod strong_decays;
 mod support;
 mod tensor_cores;
 mod threads;
+mod train_faults;
 #[cfg(feature = "cuda")]
 mod train_graph;
 mod train_layer;

@@ -1,9 +1,11 @@
 //! States under several host threads.
 
+use crate::layer::weights_for;
+use crate::projections::{dense, fused, parts};
 use crate::random_layer::{layer, of_128, packed, rows, small};
 use crate::support::{devices, refused, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{GatedDeltaNet, GdnState, Slots, StatePool};
+use candle_gdn::{GatedDeltaNet, GdnState, InProjection, Slots, StatePool, TrainableGatedDeltaNet};
 use std::sync::Mutex;
 use std::thread::scope;
 
@@ -132,7 +134,7 @@ fn a_state_goes_from_thread_to_thread() {
 fn allocations_wait_for_a_capture() {
     use crate::support::{gpus, single_stream_devices};
     use candle_gdn::ops::{multiply, Launch};
-    use candle_gdn::{CuSeqlens, DenseWeight, PoolOptions, RingSpans};
+    use candle_gdn::{ConvWeight, CuSeqlens, DenseWeight, PoolOptions, RingSpans};
     use candle_nn::VarBuilder;
     for device in &gpus(single_stream_devices()) {
         let layer = &layer(&of_128(), DType::F32, device, 35);
@@ -140,6 +142,11 @@ fn allocations_wait_for_a_capture() {
         let [mut grown, pool] = [(); 2].map(|()| layer.new_pool_with(2, &ring).unwrap());
         let state = &layer.new_state(1).unwrap();
         let x = &Tensor::ones((64, 64), DType::F32, device).unwrap();
+        let trained = TrainableGatedDeltaNet::load(&of_128(), VarBuilder::zeros(DType::F32, device)).unwrap();
+        let mut separate = trained.parts().clone();
+        // Joined for a look at their shapes.
+        let thirds = [256, 256, 512].map(|rows| Tensor::zeros((rows, 4), DType::F32, device).unwrap());
+        separate.conv_weight = ConvWeight::Separate(thirds);
         let capture = candle_gdn_core::device::cuda::capture("a test", device).unwrap();
         type Work<'a> = (&'static str, Box<dyn FnOnce() + Send + 'a>);
         let work: Vec<Work> = vec![
@@ -157,6 +164,7 @@ fn allocations_wait_for_a_capture() {
                 "a layer",
                 Box::new(|| drop(GatedDeltaNet::load(&of_128(), VarBuilder::zeros(DType::F32, device)).unwrap())),
             ),
+            ("a layer in training", Box::new(|| drop(TrainableGatedDeltaNet::new(&of_128(), separate).unwrap()))),
         ];
         scope(|s| {
             let threads: Vec<_> = work.into_iter().map(|(what, work)| (what, s.spawn(work))).collect();
@@ -181,5 +189,12 @@ fn a_pool_of_another_device_is_refused() {
     let slots = Slots::new(&[0], &Device::Cpu).unwrap();
     let mut pool = there.new_pool(1).unwrap();
     refused(there.forward_slots(&x, None, &slots, &mut pool), &["GatedDeltaNet: slots: expected a tensor on Cuda"]);
+    // Nor is a projection of another device taken.
+    let (w, _) = weights_for(&small(), &gpu);
+    let here_all = fused(&w).to_device(&Device::Cpu).unwrap();
+    let apart = parts(&w, InProjection::Fused(dense(&here_all)), dense(&w["out_proj.weight"]));
+    let sentence = &["GatedDeltaNet: in_proj: expected a weight on Cuda", "got one on Cpu"];
+    refused(GatedDeltaNet::new(&small(), apart.clone()), sentence);
+    refused(TrainableGatedDeltaNet::new(&small(), apart), sentence);
     refused(pool.restore(0, &here.new_state(1).unwrap()), &["StatePool: restore: conv: expected", "on Cpu"]);
 }

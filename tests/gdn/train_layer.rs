@@ -365,7 +365,13 @@ fn what_has_no_gradients_is_refused() {
         let parts = parts(&split, InProjection::Fused(dense(&fused(&split))), dense(&split["out_proj.weight"]));
         let layer = TrainableGatedDeltaNet::new(&config(), parts.clone()).unwrap();
         let x = Var::randn(0f32, 1., (1, 5, 24), device).unwrap();
-        refused(layer.forward(&x, None), &["DenseWeight: x: expected a tensor without gradients", "Projection::new"]);
+        for recompute in [false, true] {
+            let layer = layer.clone().with_recompute(recompute);
+            refused(
+                layer.forward(&x, None),
+                &["DenseWeight: x: expected a tensor without gradients", "Projection::new"],
+            );
+        }
         let wrong = GdnParts { a_log: split["norm.weight"].clone(), ..parts };
         refused(TrainableGatedDeltaNet::new(&config(), wrong), &["TrainableGatedDeltaNet: a_log: expected shape [6]"]);
         let vb = VarBuilder::from_tensors(HashMap::new(), DType::F32, device);
