@@ -11,7 +11,7 @@ use crate::step::GdnStep;
 use candle_core::{bail, Result, Tensor};
 use candle_gdn_core::check::check_untracked;
 use candle_gdn_core::device::{Launch, Working};
-use candle_gdn_core::{CuSeqlens, Slots, NO_SLOT};
+use candle_gdn_core::{cpu_slots, CuSeqlens, Slots, NO_SLOT};
 use std::sync::atomic::Ordering;
 
 /// The states, slots and boundaries of a call.
@@ -73,7 +73,8 @@ impl GatedDeltaNet {
     ///
     /// # Errors
     /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, but for the
-    /// two failures that [`GatedDeltaNet::forward`] names.
+    /// two failures that [`GatedDeltaNet::forward`] names. After either, the slots written of a pool whose rings share their spans
+    /// ([`PoolOptions::shared_ring`](crate::PoolOptions::shared_ring)) hold no state: zero or restore them.
     pub fn forward_slots(
         &self,
         x: &Tensor,
@@ -106,7 +107,7 @@ impl GatedDeltaNet {
         self.check_pool(pool)?;
         slots.check(OP, sequences, pool.capacity(), self.conv_weight.device())?;
         if total == 0 {
-            copy_states(slots, pool)?;
+            self.copy_states(slots, pool)?;
             return Ok(None);
         }
         let working = pool.states_mut().take()?;
@@ -121,20 +122,20 @@ impl GatedDeltaNet {
             let batch = x.dims()[0] / len;
             let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, call.launch)?;
             let y = self.feed(&p, len, Call { cu_seqlens: None, ..call })?;
-            self.advance(len, call)?;
             return Ok((y.flatten(0, 1)?, p.packed(&self.config)?));
         }
         let longest = call.cu_seqlens.map_or_else(|| x.dims()[1], CuSeqlens::max_len);
         let p = self.project(x, longest, call.launch)?;
-        let y = self.feed(&p, longest, call)?;
-        self.advance(longest, call)?;
-        Ok((y, p))
+        Ok((self.feed(&p, longest, call)?, p))
     }
 
-    /// Moves the spans of a pool that has its own.
+    /// Moves the spans of a pool that has its own: right after the state has moved, so that no later failure comes between.
     fn advance(&self, longest: usize, call: Call<'_>) -> Result<()> {
         match (call.ring, call.slots) {
-            (Some(PoolRing { ring, own: true }), Some(slots)) if !call.drafts => {
+            (Some(PoolRing { ring, own: true }), Some(slots)) if call.drafts => {
+                ring.spans.drafted(slots, RingMove::append(call.cu_seqlens, longest))
+            }
+            (Some(PoolRing { ring, own: true }), Some(slots)) => {
                 self.advance_rings(&ring.spans, slots, call.cu_seqlens, longest)
             }
             _ => Ok(()),
@@ -187,6 +188,7 @@ impl GatedDeltaNet {
         if self.takes_step(longest, call) {
             let launch = launched(call.launch, &p.z, longest);
             let y = self.step(p, call).launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
+            self.advance(longest, call)?;
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
@@ -194,23 +196,51 @@ impl GatedDeltaNet {
             (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, call, (ring, slots))?,
             _ => self.rule(p, call)?,
         };
+        self.advance(longest, call)?;
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
         self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
     }
 
-    /// [`Self::rule`] on states whose rings are flushed first; their windows go out of the rings and into them again.
+    /// [`Self::rule`] on states whose rings are flushed first.
     pub(super) fn rule_after_flush(
         &self,
         p: &Projected,
         call: Call<'_>,
         (ring, slots): (&Ring, &Slots),
     ) -> Result<Tensor> {
-        let GdnState { conv, recurrent, .. } = call.states;
-        ring.flush(recurrent, slots, None)?;
-        ring.copy_window(conv, slots, Window::ToState)?;
-        let o = self.rule(p, Call { slots: Some(&slots.written()), ..call })?;
-        ring.copy_window(conv, slots, Window::ToRing)?;
-        Ok(o)
+        flushed(ring, call.states, slots, || self.rule(p, Call { slots: Some(&slots.written()), ..call }))
+    }
+
+    /// What sequences of no tokens leave: their states, where they are not written to where they were read.
+    fn copy_states(&self, slots: &Slots, pool: &mut StatePool) -> Result<()> {
+        let pairs: Vec<(u32, u32)> = match slots.on_host() {
+            // No op of the call sees them, which would find two that write one slot.
+            _ if slots.read().device().is_cpu() => {
+                let maps = cpu_slots(OP, Some(slots), pool.capacity())?;
+                let pairs = (0..slots.len()).filter_map(|n| maps.of_stride(1).numbers(n));
+                pairs.map(|(src, dst)| (src as u32, dst as u32)).collect()
+            }
+            Some((read, write)) => read.iter().copied().zip(write.iter().copied()).collect(),
+            None if slots.in_place() => return Ok(()),
+            None => bail!("{OP}: slots: expected them made from host values for a call without tokens"),
+        };
+        let mut moved = pairs.into_iter().filter(|(src, dst)| ![*src, *dst].contains(&NO_SLOT) && src != dst);
+        if !pool.has_ring() {
+            // In any order: none is read after it was written.
+            return moved.try_for_each(|(src, dst)| pool.copy(src, dst));
+        }
+        let (read, write): (Vec<u32>, Vec<u32>) = moved.unzip();
+        if read.is_empty() {
+            return Ok(());
+        }
+        // As a call with tokens leaves them, after which the spans move alike.
+        let _working = pool.states_mut().take()?;
+        let moved = Slots::from_to(&read, &write, self.conv_weight.device())?;
+        let call = Call::of_pool(pool, &moved, None);
+        if let Some(PoolRing { ring, .. }) = call.ring {
+            flushed(ring, call.states, &moved, || Ok(()))?;
+        }
+        self.advance(0, call)
     }
 
     /// Convolution, rule and norm for up to 16 tokens a sequence. The layer has checked what the op holds.
@@ -320,22 +350,12 @@ fn launched(launch: &Launch, x: &Tensor, longest: usize) -> Launch {
     Launch { overlap: plan::overlaps(longest, x.dims()[0]), ..launch.clone() }
 }
 
-/// What sequences of no tokens leave: their states, where they are not written to where they were read.
-fn copy_states(slots: &Slots, pool: &mut StatePool) -> Result<()> {
-    if slots.in_place() {
-        return Ok(());
-    }
-    let (read, write) = match slots.on_host() {
-        Some((read, write)) => (read.to_vec(), write.to_vec()),
-        None if slots.read().device().is_cpu() => {
-            let slots = slots.in_u32()?;
-            (slots.read().to_vec1()?, slots.write().to_vec1()?)
-        }
-        None => bail!("{OP}: slots: expected them made from host values for a call without tokens"),
-    };
-    // In any order: none is read after it was written.
-    for (src, to) in read.into_iter().zip(write).filter(|(r, w)| *r != NO_SLOT && *w != NO_SLOT) {
-        pool.copy(src, to)?;
-    }
-    Ok(())
+/// What `run` makes of states whose rings are flushed, into the slots written; their windows go out of the rings and into them again.
+fn flushed<R>(ring: &Ring, states: &GdnState, slots: &Slots, run: impl FnOnce() -> Result<R>) -> Result<R> {
+    let GdnState { conv, recurrent, .. } = states;
+    ring.flush(recurrent, slots, None)?;
+    ring.copy_window(conv, slots, Window::ToState)?;
+    let out = run()?;
+    ring.copy_window(conv, slots, Window::ToRing)?;
+    Ok(out)
 }

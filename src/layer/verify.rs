@@ -142,7 +142,7 @@ impl GatedDeltaNet {
     /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
     /// draft without a commit leaves no trace.
     ///
-    /// Up to 8 tokens a sequence use the decode step, on the CPU and in a ring up to 16; more tokens use the chunk forms.
+    /// Up to 8 tokens a sequence use the decode step, on the CPU and in place in a ring up to 16; more tokens use the chunk forms.
     ///
     /// # Errors
     /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads, unless
@@ -170,13 +170,7 @@ impl GatedDeltaNet {
         };
         let call = Call { drafts: in_place, ..Call::of_pool(pool, &slots, Some(cu_seqlens)) };
         let (y, projected) = self.run_slots(x, call)?;
-        if !in_place {
-            return Ok((y, drafted(Some(projected))));
-        }
-        if let Some(PoolRing { ring, own: true }) = pool.ring() {
-            ring.spans.draft(&slots, cu_seqlens)?;
-        }
-        Ok((y, drafted(None)))
+        Ok((y, drafted(Some(projected).filter(|_| !in_place))))
     }
 
     /// Leaves in the slot that each sequence wrote in the verify pass the state, the convolution's included, as if only the

@@ -103,6 +103,11 @@ impl GdnStep {
         }
 
         let x_heads = heads_layout(OP, "qkv", x, lead, lead_dims, (1, channels))?;
+        let z_heads = heads_layout(OP, "z", z, lead, lead_dims, (value_heads, value_dim))?;
+        // The norm refuses others, after the states have advanced. `GdnStep::forward` copies them.
+        if token_stride(lead_dims, &z.stride()[..lead.rank()]).is_none() {
+            bail!("{OP}: z: expected leading dimensions with one common stride, got {:?}", z.stride());
+        }
         let convolved = Layout::contiguous(x.dims());
         let keys = key_heads * key_dim;
         let column = |start, n| convolved.narrow(lead.rank(), start, n);
@@ -116,7 +121,7 @@ impl GdnStep {
             lead,
             rule: self.rule.plan_layouts(lead, args[0].dtype, columns.each_ref())?,
             x: x_heads,
-            z: heads_layout(OP, "z", z, lead, lead_dims, (value_heads, value_dim))?,
+            z: z_heads,
             conv_weight_offset: conv_weight.start_offset(),
             conv_width: width,
             conv_x: Layout::new(conv_x.0, conv_x.1, x.start_offset()),

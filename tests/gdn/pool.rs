@@ -241,6 +241,19 @@ fn what_is_refused_leaves_the_pool_as_it_was() {
             let twice = Slots::from(&Tensor::new(&[1u32, 1], device).unwrap());
             refuse(&x, Some(&cu), &twice, &["slots: expected distinct values, got 1 a second time at 1"]);
         }
+        // Nor is a state copied, where there are no tokens, before all slots are known to fit.
+        let (none, cu_none) = (x.narrow(0, 0, 0).unwrap(), CuSeqlens::from_lengths(&[0, 0], device).unwrap());
+        let mut refuse_none = |slots: &Slots, parts: &[&str]| refuse(&none, Some(&cu_none), slots, parts);
+        refuse_none(&far, &["slots: expected values below 3 (the state's slots), got 3 at 1"]);
+        let far = Slots::from_to(&[0, 1], &[2, 3], device).unwrap();
+        refuse_none(&far, &["slots: expected values below 3 (the state's slots), got 3 at 1"]);
+        let map = |slots: [u32; 2]| Tensor::new(&slots, device).unwrap();
+        let swap = Slots::from_tensors(&map([0, 1]), &map([1, 0]));
+        let why = match device.is_cpu() {
+            true => "expected no slot to be written that another sequence reads, got 0, read at 0 and written at 1",
+            false => "expected them made from host values",
+        };
+        refuse_none(&swap, &[why]);
         let other = crate::random_layer::layer(&of_128(), DType::F32, device, 7);
         let mut wrong = other.new_pool(3).unwrap();
         let run = layer.forward_slots(&x, Some(&cu), &slots, &mut wrong);

@@ -1,10 +1,12 @@
 //! Pools with a ring beside their states, against pools without.
 
-use crate::pool::{poison_pool, poison_slot};
+use crate::pool::poison_slot;
 use crate::random_layer::{feed, layer, of_128, of_96_192, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
-use candle_gdn::{Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, PoolOptions, Slots, StatePool, NO_SLOT};
+use candle_gdn::{
+    Accepted, Algo, CuSeqlens, GatedDeltaNet, GdnConfig, PoolOptions, RingSpans, Slots, StatePool, NO_SLOT,
+};
 
 /// A layer, its two pools, and what is fed to both.
 struct Pair {
@@ -25,9 +27,9 @@ impl Pair {
         assert!(ring.has_ring() && !plain.has_ring() && ring.size_in_bytes() > plain.size_in_bytes());
         let bound = if dtype == DType::F32 && state == DType::F32 { 1e-5 } else { 2e-2 };
         let mut pair = Self { layer, plain, ring, dtype, device: device.clone(), rng: Rng::new(9), bound };
-        poison_pool(&pair.plain);
-        poison_pool(&pair.ring);
-        for slot in 0..capacity as u32 {
+        let all: Vec<u32> = (0..capacity as u32).collect();
+        pair.poison(&all);
+        for slot in all {
             pair.plain.zero(slot).unwrap();
             pair.ring.zero(slot).unwrap();
         }
@@ -46,6 +48,20 @@ impl Pair {
         let want = values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.plain).unwrap());
         let got = values(&self.layer.forward_slots(&x, Some(&cu), &slots, &mut self.ring).unwrap());
         self.near(&format!("y of {lengths:?}"), &got, &want);
+    }
+
+    /// NaN in all that the slots hold, and in every row of their rings: keys, updates, decays and inputs.
+    fn poison(&mut self, slots: &[u32]) {
+        let x = Tensor::full(f32::NAN, (8 * slots.len(), self.layer.config().hidden_size), &self.device).unwrap();
+        let (x, cu) = (x.to_dtype(self.dtype).unwrap(), CuSeqlens::from_lengths(&vec![8; slots.len()], &self.device));
+        let (cu, map) = (cu.unwrap(), Slots::new(slots, &self.device).unwrap());
+        for _ in 0..RingSpans::ROWS.div_ceil(8) {
+            self.layer.forward_slots(&x, Some(&cu), &map, &mut self.ring).unwrap();
+        }
+        for slot in slots {
+            poison_slot(&self.plain, *slot);
+            poison_slot(&self.ring, *slot);
+        }
     }
 
     fn near(&self, what: &str, got: &[f64], want: &[f64]) {
@@ -142,7 +158,8 @@ fn slots_are_copied_and_kept() {
             pair.plain.restore(3, &from_ring).unwrap();
             pair.feed(&[3, 1], &[3, 1], &[4, 4]);
             pair.states(&[1, 3]);
-            // A slot of a sequence that ended is as new.
+            // A slot of a sequence that ended is as new, whatever it held.
+            pair.poison(&[1]);
             for pool in [&mut pair.plain, &mut pair.ring] {
                 pool.zero(1).unwrap();
             }
@@ -220,10 +237,7 @@ fn drafts_in_other_slots() {
                 pair.states(&read);
                 pair.feed(&read, &read, &[1; 4]);
                 // What is left in the others is nobody's.
-                for slot in &write {
-                    poison_slot(&pair.plain, *slot);
-                    poison_slot(&pair.ring, *slot);
-                }
+                pair.poison(&write);
             }
         }
     }

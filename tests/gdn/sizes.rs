@@ -1,13 +1,16 @@
 //! Sizes and dtypes that nothing can hold or multiply: an error, neither a panic nor an end of the process. States out of tensors.
 
-use crate::random_layer::{layer, of_128, small};
-use crate::support::{devices, refused, values};
-use candle_core::{safetensors, DType, Device, Module, Tensor};
+use crate::random_layer::{layer, of_128, packed, parts, rows, small};
+use crate::support::{devices, refused, rel_rms, values, Rng};
+use candle_core::{safetensors, DType, Device, Module, Tensor, D};
 use candle_gdn::ops::{multiply, Launch};
 use candle_gdn::{
-    CuSeqlens, DenseWeight, GatedDeltaNet, GdnParts, GdnState, InProjection, PoolOptions, Projection, RingSpans, Slots,
+    CuSeqlens, DenseWeight, GatedDeltaNet, GdnConfig, GdnParts, GdnState, InProjection, PoolOptions, Projection,
+    RingSpans, Slots, StatePool,
 };
 use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
 
 #[test]
 fn more_than_memory_is_an_error() {
@@ -54,6 +57,9 @@ fn a_product_names_what_it_does_not_support() {
             refused(multiply(&x, &x, &Launch::default()), &["multiply: x: ", &sentence]);
         }
         let (x, half) = (zeros(&[2, 8], DType::F32), zeros(&[3, 8], DType::BF16));
+        let of_half = DenseWeight::new(half.clone()).unwrap();
+        refused(of_half.forward(&x), &["DenseWeight: x: expected dtype BF16, got F32"]);
+        assert_eq!((of_half.dtype(), of_half.device().is_cpu()), (DType::BF16, device.is_cpu()));
         refused(multiply(&x, &half, &Launch::default()), &["multiply: weight: expected dtype F32, got BF16"]);
         for shape in [[3, 0], [0, 8], [0, 0]] {
             let sentence = format!("weight: expected shape [out, in], both at least 1, got {shape:?}");
@@ -69,31 +75,82 @@ fn a_product_names_what_it_does_not_support() {
     }
 }
 
+/// A layer with this output projection.
+fn with_output(out_proj: Projection, c: &GdnConfig, device: &Device) -> GatedDeltaNet {
+    let drawn = |shape: &[usize], seed: u64| {
+        let numbers: Vec<f32> =
+            Rng::new(seed).normals(shape.iter().product()).iter().map(|x| 0.2 * *x as f32).collect();
+        Tensor::from_vec(numbers, shape, device).unwrap()
+    };
+    let rows = c.conv_channels() + c.value_size() + 2 * c.num_value_heads;
+    let parts = GdnParts {
+        in_proj: InProjection::Fused(DenseWeight::new(drawn(&[rows, c.hidden_size], 1)).unwrap().into()),
+        conv_weight: drawn(&[c.conv_channels(), 4], 2).into(),
+        a_log: drawn(&[c.num_value_heads], 3),
+        dt_bias: drawn(&[c.num_value_heads], 4),
+        norm_weight: drawn(&[c.value_head_dim], 5),
+        out_proj,
+    };
+    GatedDeltaNet::new(c, parts).unwrap()
+}
+
+/// A ring then has advanced like a state without one: by the token with which it is flushed, by a prompt, and by drafts not at all.
+#[test]
+fn a_ring_after_an_output_projection_that_fails() {
+    for device in &devices() {
+        let c = of_128();
+        let fails = Arc::new(AtomicBool::new(false));
+        let (switch, hidden) = (fails.clone(), c.hidden_size);
+        let module = candle_nn::func(move |x| match switch.load(Ordering::Relaxed) {
+            true => candle_core::bail!("no product today"),
+            false => x.narrow(D::Minus1, 0, hidden)?.contiguous(),
+        });
+        let layer = with_output(Projection::module(module), &c, device);
+        let [mut plain, mut ring] =
+            [PoolOptions::default(), PoolOptions::default().ring()].map(|o| layer.new_pool_with(1, &o).unwrap());
+        let (slots, rng) = (Slots::new(&[0], device).unwrap(), &mut Rng::new(6));
+        for call in 1..=40 {
+            let failing = [17, 18, 30, 35].contains(&call);
+            fails.store(failing, Ordering::Relaxed);
+            let x =
+                packed(&rows(rng, if call % 6 == 0 && call > 20 { 20 } else { 1 }, c.hidden_size), DType::F32, device);
+            let x = x.unsqueeze(0).unwrap();
+            let [want, got] = [&mut plain, &mut ring].map(|pool| layer.forward_slots(&x, None, &slots, pool));
+            match failing {
+                true => [want, got].into_iter().for_each(|y| refused(y, &["no product today"])),
+                false => {
+                    let error = rel_rms(&values(&got.unwrap()), &values(&want.unwrap()));
+                    // Of one head, normed: of what cancels in its o the rounding shows.
+                    assert!(error < 1e-4, "y of call {call} is off by {error:e}");
+                }
+            }
+            let near = |plain: &StatePool, ring: &StatePool| {
+                let [got, want] = [ring, plain].map(|pool| parts(&pool.snapshot(0).unwrap()));
+                assert!(got[0] == want[0] && rel_rms(&got[1], &want[1]) < 1e-5, "the state after call {call}");
+            };
+            near(&plain, &ring);
+            // A draft flushes what waits in the ring: not before the token with which it is full.
+            if call < 20 {
+                continue;
+            }
+            fails.store(true, Ordering::Relaxed);
+            let cu = CuSeqlens::from_lengths(&[16], device).unwrap();
+            let draft = packed(&rows(rng, 16, c.hidden_size), DType::F32, device);
+            refused(layer.verify(&draft, &cu, &slots, &mut ring), &["no product today"]);
+            near(&plain, &ring);
+        }
+    }
+}
+
 /// What the docs of `forward` say: a module as output projection is the last to fail.
 #[test]
 fn a_state_after_an_output_projection_that_fails() {
     let device = &Device::Cpu;
     let c = small();
     let good = layer(&c, DType::F32, device, 4);
-    let rows = c.conv_channels() + c.value_size() + 2 * c.num_value_heads;
-    let parts = |out_proj| {
-        let randn = |shape: &[usize], seed: f32| {
-            let n = shape.iter().product::<usize>();
-            let numbers: Vec<f32> = (0..n).map(|i| (i as f32 * 0.37 + seed).sin()).collect();
-            Tensor::from_vec(numbers, shape, device).unwrap()
-        };
-        GdnParts {
-            in_proj: InProjection::Fused(DenseWeight::new(randn(&[rows, 32], 1.)).unwrap().into()),
-            conv_weight: randn(&[c.conv_channels(), 4], 2.).into(),
-            a_log: randn(&[4], 3.),
-            dt_bias: randn(&[4], 4.),
-            norm_weight: randn(&[16], 5.),
-            out_proj,
-        }
-    };
     let x = Tensor::ones((1, 3, 32), DType::F32, device).unwrap();
     let run = |out_proj: Projection| {
-        let layer = GatedDeltaNet::new(&c, parts(out_proj)).unwrap();
+        let layer = with_output(out_proj, &c, device);
         let mut state = layer.new_state(1).unwrap();
         let y = layer.forward(&x, &mut state);
         (y, values(state.recurrent()))

@@ -210,6 +210,15 @@ fn a_refused_call_writes_nothing() {
     x.forward(|op| op.with_slots(&slots)).unwrap_err();
     x.with(|x| x.z = x.z.narrow(1, 0, 511).unwrap()).forward(identity).unwrap_err();
     assert!(x.states() == before);
+    // As a bare op, which copies no z: rows that do not count through.
+    let wide = random(&[2, 9], 2, &Device::Cpu);
+    let (before_wide, part) = (wide.states(), wide.map(|t| t.narrow(1, 0, 5).unwrap()));
+    let [qkv, weight] = [&part.qkv, &part.conv_weight];
+    refused(
+        qkv.apply_op3_no_bwd(&part.z, weight, &part.op().unwrap()),
+        &["gdn_step: z: expected leading dimensions with one common stride, got"],
+    );
+    assert!(wide.states() == before_wide);
     x.forward(identity).unwrap();
     let after = x.states();
     assert!(after[0] != before[0] && after[1] != before[1]);

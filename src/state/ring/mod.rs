@@ -70,13 +70,18 @@ impl RingSpans {
     /// # Errors
     /// When the slots do not fit, or the device refuses.
     pub fn draft(&self, slots: &Slots, cu_seqlens: &CuSeqlens) -> Result<()> {
+        self.drafted(slots, RingMove::append(Some(cu_seqlens), 0))
+    }
+
+    /// The same after a call of which `appended` says what it appended.
+    pub(crate) fn drafted(&self, slots: &Slots, appended: RingMove<'_>) -> Result<()> {
         let device = slots.read().device();
         let _working = Working::new(device);
         let none = match slots.is_empty() {
             true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0)?,
             false => Tensor::zeros(slots.len(), DType::U32, device)?,
         };
-        self.accept(slots, cu_seqlens, &none)
+        self.advance(slots, RingMove { accepted: Some(&none), ..appended })
     }
 
     /// Of the drafts that wait in the rings of `slots` the first `accepted[n]` of sequence `n` count. `accepted` is
