@@ -1,6 +1,7 @@
 //! The causal convolution and the gated norm against their definitions in f64.
 
 use crate::errors::zeros;
+use crate::grad_case::reproducible;
 use crate::slot_pool::SlotPool;
 use crate::support::{devices, gated_norm, poison, refused, rel_rms, rounded, to_device, values, Rng};
 use candle_core::{DType, Device, Tensor};
@@ -120,7 +121,7 @@ fn any_conv() -> impl Strategy<Value = ConvCase> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 120, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 40, ..reproducible(120) })]
 
     #[test]
     fn conv_matches_its_definition(case in any_conv()) {

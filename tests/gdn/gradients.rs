@@ -189,7 +189,18 @@ proptest! {
                 // The chunk kernels round a state's gradient to the inputs' type: to the nearest multiple of 2^-24 where f16 is subnormal.
                 let in_f16 = name == "state" && device.is_cuda() && look.dtype == DType::F16;
                 let subnormal = if in_f16 { (got.len() as f64).sqrt() * 2f64.powi(-25) } else { 0.0 };
-                let (error, allowed) = (norm(&minus(&got, want)), share * bound(look.dtype) * size + lost + subnormal);
+                let (error, mut allowed) =
+                    (norm(&minus(&got, want)), share * bound(look.dtype) * size + lost + subnormal);
+                if error > allowed && !["A_log", "dt_bias"].contains(&name) {
+                    // The bound has no term for a sum that cancels but what one draw of errors lost. Where all of a gradient is one
+                    // sum (q's of one token, with PROPTEST_RNG_SEED=4), that draw may cancel as well: then eight say what is lost.
+                    let squares = (1..=8).map(|draw| {
+                        let (o, last, all) = call.noisy(bound(look.dtype) / 4.0, seed.wrapping_add(draw)).reference();
+                        let noisy = [vec![o, last], all.into()].concat().swap_remove(i);
+                        norm(&minus(&noisy, want)).powi(2)
+                    });
+                    allowed += (squares.sum::<f64>() / 8.0).sqrt() - lost;
+                }
                 prop_assert!(error <= allowed, "{name} is off by {error:e} of {size:e} on {:?}", device.location());
             }
         }

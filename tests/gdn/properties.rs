@@ -1,5 +1,6 @@
 //! The rule over random shapes, lengths, layouts and hard inputs, each kernel against the reference.
 
+use crate::grad_case::reproducible;
 use crate::rule_case::{Case, Decay, Form};
 use crate::support::{devices, dtype_for, on_tensor_cores};
 use candle_core::DType;
@@ -102,7 +103,7 @@ fn any_case() -> impl Strategy<Value = Case> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 160, max_shrink_iters: 40, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { max_shrink_iters: 40, ..reproducible(160) })]
 
     #[test]
     fn every_kernel_matches_the_reference(case in any_case()) {
