@@ -12,7 +12,7 @@ use tokenizers::Tokenizer;
 #[derive(Parser)]
 struct Args {
     /// Directory with config.json, tokenizer.json and the weights as safetensors
-    #[arg(long, default_value = "examples/generate/demo")]
+    #[arg(long, default_value = concat!(env!("CARGO_MANIFEST_DIR"), "/../generate/demo"))]
     model: PathBuf,
 
     #[arg(long, default_value = "In the beginning God created")]
@@ -22,7 +22,7 @@ struct Args {
     #[arg(short = 'n', long, default_value_t = 100)]
     sample_len: usize,
 
-    /// Without a temperature the likeliest token is taken
+    /// Without a temperature the likeliest token is taken, with --top-p it is 1
     #[arg(long)]
     temperature: Option<f64>,
 
@@ -54,21 +54,34 @@ fn print(text: &str) -> Result<()> {
 fn run(args: &Args) -> Result<()> {
     let device = if args.cpu { Device::Cpu } else { Device::cuda_if_available(0)? };
     let dtype = if device.is_cuda() { DType::BF16 } else { DType::F32 };
-    let config: qwen3_next::Config = serde_json::from_slice(&std::fs::read(args.model.join("config.json"))?)?;
-    let tokenizer = Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(Error::msg)?;
-    let mut files = std::fs::read_dir(&args.model)?.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
+    let here = |name: &str| format!("--model: {}", args.model.join(name).display());
+    let config = std::fs::read(args.model.join("config.json")).with_context(|| here("config.json"))?;
+    let config: qwen3_next::Config = serde_json::from_slice(&config).with_context(|| here("config.json"))?;
+    let tokenizer = Tokenizer::from_file(args.model.join("tokenizer.json")).map_err(Error::msg);
+    let tokenizer = tokenizer.with_context(|| here("tokenizer.json"))?;
+    let entries = std::fs::read_dir(&args.model).with_context(|| here(""))?;
+    let mut files = entries.map(|entry| Ok(entry?.path())).collect::<Result<Vec<_>>>()?;
     files.retain(|file| file.extension().is_some_and(|extension| extension == "safetensors"));
     // SAFETY: sound as long as nobody writes to the files.
     let vb = unsafe { VarBuilder::from_mmaped_safetensors(&files, dtype, &device)? };
     let mut model = qwen3_next::ModelForCausalLM::new(&config, vb)?;
 
-    let mut sampler = LogitsProcessor::new(args.seed, args.temperature, args.top_p);
+    let temperature = args.temperature.or(args.top_p.map(|_| 1.));
+    let mut sampler = LogitsProcessor::new(args.seed, temperature, args.top_p);
     let mut text = tokenizer.decode_stream(true);
     let mut tokens = tokenizer.encode(args.prompt.as_str(), true).map_err(Error::msg)?.get_ids().to_vec();
-    ensure!(!tokens.is_empty(), "--prompt: expected at least one token");
+    let limit = config.max_position_embeddings;
+    ensure!(
+        (1..=limit).contains(&tokens.len()),
+        "--prompt: expected 1 to max_position_embeddings ({limit}) tokens, got {}",
+        tokens.len()
+    );
     print(&args.prompt)?;
     let (mut offset, start) = (0, Instant::now());
     for _ in 0..args.sample_len {
+        if offset + tokens.len() > limit {
+            break;
+        }
         // The whole prompt, then token by token.
         let ids = Tensor::new(&tokens[..], &device)?.unsqueeze(0)?;
         let token = sampler.sample(&model.forward(&ids, offset)?.squeeze(0)?)?;

@@ -16,7 +16,7 @@ pub struct Config {
     rms_norm_eps: f64,
     tie_word_embeddings: bool,
     pub eos_token_id: u32,
-    max_position_embeddings: usize,
+    pub max_position_embeddings: usize,
     num_attention_heads: usize,
     num_key_value_heads: usize,
     head_dim: usize,

@@ -155,6 +155,34 @@ fn the_program_continues_a_text() -> Result<()> {
     Ok(())
 }
 
+fn elsewhere(args: &[&str]) -> program::Run {
+    let mut command = program::command("candle_transformers");
+    program::Run::of(command.args(args).current_dir(std::env::temp_dir()).output().expect("it starts"))
+}
+
+#[test]
+fn the_program_as_one_starts_it() {
+    let text = |args: &[&str]| elsewhere(args).good().stdout;
+    let plain = text(&["-n", "8"]);
+    assert_eq!(plain, text(&["-n", "8", "--temperature", "0"]));
+    // Bounds on the candidates are for draws.
+    let drawn = |seed| text(&["-n", "16", "--top-p", "0.99", "--seed", seed]);
+    assert_ne!(drawn("1"), drawn("2"));
+    let copy = Copy::new();
+    copy.set("config.json", "max_position_embeddings", 12.into());
+    let short = text(&["--model", &copy.arg(), "-n", "100"]);
+    assert!(short.len() < text(&["-n", "20"]).len(), "{short}");
+    let long = "In the beginning God created the heaven and the earth. And the earth was without form";
+    for (args, says) in [
+        (&["--model", "/nowhere"][..], "/nowhere/config.json"),
+        (&["--model", &copy.arg(), "--prompt", long], "max_position_embeddings (12) tokens, got "),
+    ] {
+        let run = elsewhere(args);
+        assert_eq!(run.code, Some(1), "{run:?}");
+        run.says(&[says]);
+    }
+}
+
 #[test]
 #[cfg(target_os = "linux")]
 fn output_that_is_lost_changes_nothing_else() {
