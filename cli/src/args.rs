@@ -1,6 +1,8 @@
 //! Command line.
 
+use crate::chat::THINKING;
 use crate::ModelArgs;
+use anyhow::{bail, Context, Result};
 use candle_gdn_models::{DraftHeadChoice, GraphChoice};
 use clap::builder::{NonEmptyStringValueParser, PossibleValuesParser, TypedValueParser};
 use clap::Parser;
@@ -16,6 +18,9 @@ const SAMPLE_LEN: usize = 128;
 
 /// The prefix cache keeps states at multiples of this, where the chunks of a prefill begin.
 const CHUNK: usize = 64;
+
+/// Tokens that are made up at most, of all prompts.
+const MOST_MADE_UP: usize = 1 << 28;
 
 /// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
 /// stderr. Without arguments: the demo checkpoint and an opening that it knows. One prompt's
@@ -47,7 +52,7 @@ pub struct Args {
     #[arg(short = 'n', long, value_name = "N")]
     sample_len: Option<usize>,
 
-    /// End a completion before this text, which is not printed; may be given several times
+    /// End a completion before this text, which is not printed, or at this special token; may be given several times
     #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "prompt_tokens")]
     pub stop: Vec<String>,
 
@@ -59,6 +64,26 @@ pub struct Args {
 }
 
 impl Args {
+    /// What can be wrong whatever the checkpoint is.
+    pub fn check(&self) -> Result<()> {
+        self.model.algo()?;
+        let PromptArgs { chat, interactive, .. } = self.prompts;
+        if let Some(option) = self.chat.option().filter(|_| !chat && !interactive) {
+            bail!("{option}: expected --chat or --interactive")
+        }
+        if interactive && self.model.tensor_parallel.get() > 1 {
+            bail!("--interactive: expected one device, got --tensor-parallel")
+        }
+        self.chat.check()?;
+        let batch = self.run.batch.unwrap_or(1);
+        match self.prompts.prompt_tokens {
+            Some(count) if count.saturating_mul(batch) > MOST_MADE_UP => {
+                bail!("--prompt-tokens: expected at most {MOST_MADE_UP} tokens in all, got {batch} times {count}")
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Tokens to generate at most.
     pub fn sample_len(&self) -> usize {
         self.sample_len.unwrap_or(if self.prompts.interactive { usize::MAX } else { SAMPLE_LEN })
@@ -120,6 +145,19 @@ pub struct ChatArgs {
 }
 
 impl ChatArgs {
+    fn check(&self) -> Result<()> {
+        if let Some(path) = &self.chat_template {
+            // It may be a pipe, which can be read once.
+            path.metadata().with_context(|| format!("--chat-template: cannot read {}", path.display()))?;
+        }
+        let switch =
+            self.template_arg.iter().find(|(name, value)| THINKING.contains(&name.as_str()) && value.is_true());
+        match switch.filter(|_| self.no_thinking) {
+            Some((name, _)) => bail!("--no-thinking: expected no --template-arg {name}, which says otherwise"),
+            None => Ok(()),
+        }
+    }
+
     /// The first option that was given.
     pub fn option(&self) -> Option<&'static str> {
         [

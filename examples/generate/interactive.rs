@@ -121,7 +121,10 @@ impl<'a> Interactive<'a> {
         })?;
         let mut output = Output::new(1, true, ProgressBar::hidden());
         let mut completion = Completion::new(0, self.job);
-        let stop = match self.complete(id, &mut completion, &mut output)? {
+        let stop = self.complete(id, &mut completion, &mut output)?;
+        // A Ctrl-C that stopped an answer is none of the two that end the program.
+        self.job.interrupt.store(false, Ordering::SeqCst);
+        let stop = match stop {
             Ok(stop) => stop,
             Err(e) => {
                 if !completion.said.is_empty() {

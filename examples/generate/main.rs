@@ -44,8 +44,9 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<Stop> {
-    // Everything that can be wrong with the arguments comes before the weights, which take long.
-    args.model.algo()?;
+    // What can be wrong with the arguments alone comes before a download, all else before the weights, which take long.
+    args.check()?;
+    let texts = prompt::texts(&args.prompts)?;
     let mut checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let made_up = args.prompts.prompt_tokens.is_some();
@@ -57,20 +58,20 @@ fn run(args: &Args) -> Result<Stop> {
         let instead = if args.prompts.interactive { "--interactive: " } else { "expected --prompt-tokens N: " };
         bail!("{instead}{} has no tokenizer.json, so no text can go in", checkpoint.name())
     }
-    let template = match (args.prompts.chat, args.prompts.interactive, args.chat.option()) {
-        (true, ..) => Some(Template::load(&checkpoint, &args.chat)?),
-        (_, true, _) => Template::find(&checkpoint, &args.chat).context("--interactive")?,
-        (.., Some(option)) => bail!("{option}: expected --chat or --interactive"),
-        (.., None) => None,
+    let template = match (args.prompts.chat, args.prompts.interactive) {
+        (true, _) => Some(Template::load(&checkpoint, &args.chat)?),
+        (_, true) => Template::find(&checkpoint, &args.chat).context("--interactive")?,
+        (false, false) => None,
     };
-    if let (Some(template), Some(tokenizer)) = (&template, &tokenizer) {
-        settings.eos.extend(template.end_of_turn(tokenizer));
+    if let Some(tokenizer) = &tokenizer {
+        settings.eos.extend(template.as_ref().and_then(|template| template.end_of_turn(tokenizer)));
+        settings.eos.extend(special_tokens(&args.stop, tokenizer));
     }
     let (mut talk, mut prompts) = (None, Vec::new());
     if args.prompts.interactive {
         talk = tokenizer.as_ref().map(|tokenizer| Talk::new(tokenizer, template.as_ref()));
     } else {
-        prompts = prompt::tokens(&args.prompts, tokenizer.as_ref(), template.as_ref(), &config, &args.run)?;
+        prompts = prompt::tokens(&args.prompts, texts, tokenizer.as_ref(), template.as_ref(), &config, &args.run)?;
     }
     let draft_head = checkpoint.draft_head(args.run.mtp, &config)?;
     let plan = Plan::new(args, &config, draft_head, &prompts);
@@ -79,13 +80,18 @@ fn run(args: &Args) -> Result<Stop> {
     match (args.model.tensor_parallel.get(), talk) {
         (1, Some(talk)) => task.on(&Rank::single(args.model.device()?), |job| Interactive::new(job, talk)?.run()),
         (1, None) => task.on(&Rank::single(args.model.device()?), |job| Generation::new(job)?.run()),
-        (_, Some(_)) => bail!("--interactive: expected one device, got --tensor-parallel"),
-        (n, None) => {
+        (n, _) => {
             // Before any rank begins: all of them would say it.
             task.config.split(n)?;
             ranks::run(n, args.model.on_cpu(), |rank| task.on(rank, |job| Generation::new(job)?.run()))
         }
     }
+}
+
+/// Those of the texts that are special tokens, which no text of a completion shows.
+fn special_tokens<'a>(texts: &'a [String], tokenizer: &'a Tokenizer) -> impl Iterator<Item = u32> + 'a {
+    let special = |id: &u32| tokenizer.get_added_tokens_decoder().get(id).is_some_and(|token| token.special);
+    texts.iter().filter_map(|text| tokenizer.token_to_id(text)).filter(special)
 }
 
 /// What is asked for, checked.

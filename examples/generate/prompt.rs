@@ -11,12 +11,10 @@ use tokenizers::Tokenizer;
 /// What is completed when nothing is asked for; the demo checkpoint knows how it goes on.
 const DEFAULT_PROMPT: &str = "And it came to pass in those days, that there went out a decree";
 
-/// Tokens that are made up at most, of all prompts.
-const MOST_MADE_UP: usize = 1 << 28;
-
-/// At least one prompt, none empty, each within `room` tokens if there is such a bound and the positions of the model.
+/// The prompts as tokens: at least one, none empty, each within `room` tokens if there is such a bound and the positions of the model.
 pub fn tokens(
     args: &PromptArgs,
+    texts: Vec<String>,
     tokenizer: Option<&Tokenizer>,
     template: Option<&Template>,
     config: &ModelConfig,
@@ -26,13 +24,9 @@ pub fn tokens(
     if let Some(count) = args.prompt_tokens {
         let batch = run.batch.unwrap_or(1);
         check_count(count, config, room).context("--prompt-tokens")?;
-        if count.saturating_mul(batch) > MOST_MADE_UP {
-            bail!("--prompt-tokens: expected at most {MOST_MADE_UP} tokens in all, got {batch} times {count}")
-        }
         return Ok((0..batch).map(|n| made_up(n, count, config.vocab_size)).collect());
     }
     let tokenizer = tokenizer.context("a tokenizer")?;
-    let texts = texts(args)?;
     let several = texts.len() > 1;
     let mut prompts = Vec::with_capacity(texts.len());
     for (i, text) in texts.into_iter().enumerate() {
@@ -84,7 +78,11 @@ pub fn check(ids: &[u32], config: &ModelConfig, room: Option<usize>) -> Result<(
     Ok(())
 }
 
-fn texts(args: &PromptArgs) -> Result<Vec<String>> {
+/// The prompts; none where they are typed or made up.
+pub fn texts(args: &PromptArgs) -> Result<Vec<String>> {
+    if args.interactive || args.prompt_tokens.is_some() {
+        return Ok(Vec::new());
+    }
     if let Some(path) = &args.prompt_file {
         return Ok(vec![read("--prompt-file", path)?]);
     }

@@ -42,10 +42,15 @@ fn main() -> ExitCode {
 }
 
 fn run(args: &Args) -> Result<()> {
+    // What can be wrong with the arguments alone comes before a download.
     args.model.algo()?;
+    if args.model.tensor_parallel.get() > 1 {
+        bail!("--tensor-parallel: expected 1, more are for generate")
+    }
+    let scored = scored(args)?;
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
-    let (ids, source) = tokens(args, &checkpoint)?;
+    let (ids, source) = scored.tokens(&checkpoint)?;
     let limit = config.max_position_embeddings;
     if ids.len() < 2 {
         bail!("{source}: expected at least 2 tokens, got {}", ids.len())
@@ -55,9 +60,6 @@ fn run(args: &Args) -> Result<()> {
     }
     if let Some(id) = ids.iter().find(|&&id| id as usize >= config.vocab_size) {
         bail!("{source}: expected token ids below vocab_size ({}), got {id}", config.vocab_size)
-    }
-    if args.model.tensor_parallel.get() > 1 {
-        bail!("--tensor-parallel: expected 1, more are for generate")
     }
     let rank = Rank::single(args.model.device()?);
     // Keys and values grow by doubling.
@@ -85,20 +87,37 @@ fn run(args: &Args) -> Result<()> {
     out.flush().context(NOT_WRITTEN)
 }
 
-/// The tokens, and the argument they come from.
-fn tokens(args: &Args, checkpoint: &Checkpoint) -> Result<(Vec<u32>, &'static str)> {
+/// What is scored.
+enum Scored {
+    Tokens(Vec<u32>),
+    Text(String),
+}
+
+fn scored(args: &Args) -> Result<Scored> {
     if let Some(list) = &args.token_ids {
         let parse =
             |s: &str| s.trim().parse::<u32>().map_err(|_| anyhow!("--token-ids: expected a token id, got {s:?}"));
-        return Ok((list.split(',').map(parse).collect::<Result<_>>()?, "--token-ids"));
+        return Ok(Scored::Tokens(list.split(',').map(parse).collect::<Result<_>>()?));
     }
     let Some(path) = &args.file else { bail!("expected --file or --token-ids") };
     let text = std::fs::read_to_string(path).with_context(|| format!("--file: cannot read {}", path.display()))?;
-    let Some(tokenizer) = checkpoint.tokenizer()? else { bail!("--file: expected a checkpoint with tokenizer.json") };
     // A byte order mark is no text.
-    let text = text.strip_prefix('\u{FEFF}').unwrap_or(&text);
-    let encoding = tokenizer.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
-    Ok((encoding.get_ids().to_vec(), "--file"))
+    Ok(Scored::Text(text.strip_prefix('\u{FEFF}').unwrap_or(&text).to_string()))
+}
+
+impl Scored {
+    /// The tokens, and the argument they come from.
+    fn tokens(self, checkpoint: &Checkpoint) -> Result<(Vec<u32>, &'static str)> {
+        let text = match self {
+            Self::Tokens(ids) => return Ok((ids, "--token-ids")),
+            Self::Text(text) => text,
+        };
+        let Some(tokenizer) = checkpoint.tokenizer()? else {
+            bail!("--file: expected a checkpoint with tokenizer.json")
+        };
+        let encoding = tokenizer.encode(text, true).map_err(|e| anyhow!("--file: cannot tokenise: {e}"))?;
+        Ok((encoding.get_ids().to_vec(), "--file"))
+    }
 }
 
 fn is_closed_output(e: &anyhow::Error) -> bool {

@@ -1,6 +1,6 @@
 //! Jinja as transformers sets it up, which chat templates are written for.
 
-use super::{json, methods, source::source, watch::bounded};
+use super::{json, methods, source::sets_from_itself, source::source, watch::bounded};
 use anyhow::{Context, Result};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Tuple, Value, ValueKind};
@@ -45,18 +45,10 @@ impl Jinja {
         Ok(Self(env))
     }
 
-    /// Whether it reads `name` from its context. Where it sets the name too, as in `set x = x if x is defined else 1`, minijinja takes it for
-    /// the template's own: then it counts as read wherever it stands in a tag.
+    /// Whether it reads `name` from its context. minijinja takes a name for the template's own where the tag that reads it sets it too.
     pub fn reads(&self, name: &str) -> Result<bool> {
         let template = self.0.get_template(NAME)?;
-        let tags = template.source().split("{%").skip(1).chain(template.source().split("{{").skip(1));
-        let mut words = tags.flat_map(|tag| {
-            let end = tag.find("%}").into_iter().chain(tag.find("}}")).min().unwrap_or(tag.len());
-            // Every second part is in quotes.
-            let code = tag[..end].split(['\'', '"']).step_by(2);
-            code.flat_map(|code| code.split(|c: char| !c.is_alphanumeric() && c != '_'))
-        });
-        Ok(template.undeclared_variables(false).contains(name) || words.any(|word| word == name))
+        Ok(template.undeclared_variables(false).contains(name) || sets_from_itself(template.source(), name))
     }
 
     /// The text for `context`.

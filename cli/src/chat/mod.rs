@@ -17,7 +17,7 @@ use std::collections::BTreeMap;
 use tokenizers::Tokenizer;
 
 /// What templates call the switch for thinking.
-const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
+pub(crate) const THINKING: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// A message of a chat.
 #[derive(Clone, Debug)]

@@ -34,6 +34,35 @@ pub fn source(template: &str) -> String {
     out + rest
 }
 
+/// Whether the first tag that sets `name` reads it too, as in `set x = x if x is defined else 1`.
+pub fn sets_from_itself(template: &str, name: &str) -> bool {
+    let tags = template.match_indices("{%").map(|(start, _)| &template[start..]).filter(|tag| word(tag) == "set");
+    let mut values = tags.filter_map(|tag| {
+        let (targets, value) = tag[..2 + expression(&tag[2..], "%}")].split_once('=')?;
+        names(targets).contains(&name).then_some(value)
+    });
+    values.next().is_some_and(|value| names(value).contains(&name))
+}
+
+/// The names in a tag, but for what is in quotes, behind a dot, or the name of an argument.
+fn names(tag: &str) -> Vec<&str> {
+    let (mut found, mut rest, mut is_attribute) = (Vec::new(), tag, false);
+    while !rest.is_empty() {
+        let (name, behind) = rest.split_at(rest.find(|c: char| !c.is_alphanumeric() && c != '_').unwrap_or(rest.len()));
+        if name.is_empty() {
+            is_attribute = rest.starts_with('.');
+            rest = &rest[token(rest)..];
+            continue;
+        }
+        let next = behind.trim_start();
+        if !is_attribute && (!next.starts_with('=') || next.starts_with("==")) {
+            found.push(name);
+        }
+        (rest, is_attribute) = (behind, false);
+    }
+    found
+}
+
 /// The first word of a tag with `{%`.
 fn word(tag: &str) -> &str {
     let text = tag.strip_prefix("{%").unwrap_or_default().trim_start_matches(['-', '+']).trim_start();

@@ -16,6 +16,24 @@ fn templates_are_as_jinja2_reads_them() {
 }
 
 #[test]
+fn what_a_template_reads() {
+    for (template, reads) in [
+        ("{{ thinking }}", true),
+        ("{% if not thinking %}{% set thinking = true %}{% endif %}", true),
+        ("{% for m in messages %}{% set thinking = thinking | default(true) %}{{ thinking }}{% endfor %}", true),
+        ("{%- set thinking = true if thinking is not defined else thinking -%}", true),
+        ("{% set ns = namespace(thinking=thinking) %}", true),
+        ("{{ message.thinking }}{{ message['thinking'] }}{{ ns(thinking=1) }}{# thinking #}", false),
+        ("{% for thinking in messages %}{{ thinking.content }}{% endfor %}", false),
+        ("{% set thinking = message.thinking %}{{ thinking }}{% set thinking = thinking ~ '.' %}", false),
+        ("{% set thinking = 'thinking' ~ f(thinking=1) %}{{ thinking == 1 }}", false),
+    ] {
+        assert_eq!(Jinja::new(template).unwrap().reads("thinking").unwrap(), reads, "{template}");
+    }
+    assert!(!Jinja::new("{% if x is defined %}{% else %}{% endif %}").unwrap().reads("defined").unwrap());
+}
+
+#[test]
 fn a_template_makes_no_text_without_bound() {
     let doubled = |expression: &str| {
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ".to_string()

@@ -98,7 +98,8 @@ impl<'a> Client<'a> {
         }
         let url = format!("{}/{}/resolve/{commit}/{}", self.settings.endpoint, self.name.id, escaped(file));
         let blob = self.blob(repo, &url, file).with_context(|| format!("hub: cannot download {file}"))?;
-        create_dir_all(pointer.parent().unwrap_or(repo))?;
+        let dir = pointer.parent().unwrap_or(repo);
+        create_dir_all(dir).with_context(|| format!("hub: cannot make {}", dir.display()))?;
         let target = ["../"].repeat(depth + 1).concat() + "blobs/" + &blob;
         // Where it leads to no file, it is of a cache that somebody has cleaned up.
         let _ = std::fs::remove_file(&pointer);
@@ -119,7 +120,7 @@ impl<'a> Client<'a> {
         let etag = answer.etag.clone().context("the hub's answer has no ETag")?;
         let total = answer.total.context("the hub does not say how many bytes it has")?;
         let blob = repo.join("blobs").join(&etag);
-        create_dir_all(repo.join("blobs"))?;
+        create_dir_all(repo.join("blobs")).with_context(|| format!("cannot make {}", repo.join("blobs").display()))?;
         if blob.is_file() {
             return Ok(etag);
         }
@@ -179,10 +180,11 @@ impl<'a> Client<'a> {
         let (mut url, mut etag, mut total) = (url.to_string(), None, None);
         for _ in 0..REDIRECTS {
             let mut request = self.agent.get(&url).header("accept-encoding", "identity");
-            if let Some(start) = start {
-                request = request.header("range", format!("bytes={start}-"));
-            } else {
-                request = request.config().timeout_global(Some(limit)).build();
+            match start {
+                None => request = request.config().timeout_global(Some(limit)).build(),
+                // An empty file has no byte 0, and servers may refuse it.
+                Some(0) => {}
+                Some(start) => request = request.header("range", format!("bytes={start}-")),
             }
             if let Some(token) =
                 self.settings.token.as_ref().filter(|_| origin(&url) == origin(&self.settings.endpoint))

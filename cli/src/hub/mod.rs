@@ -11,6 +11,7 @@ use anyhow::{ensure, Context, Result};
 use client::Client;
 pub use name::Name;
 use settings::Settings;
+use std::cell::Cell;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -57,33 +58,57 @@ fn fetch_named(settings: &Settings, name: &Name, weights: bool) -> Result<PathBu
     let repo = settings.cache.join(format!("models--{}", id.replace('/', "--")));
     let cached = cached(&repo, name, weights);
     if settings.offline {
+        let cached = cached.map(|path| use_cached(name, path));
         return cached.with_context(|| {
             format!("hub: HF_HUB_OFFLINE is set, and {} lacks {id} at revision {revision}", settings.cache.display())
         });
     }
     // A commit does not change.
     if let (true, Ok(path)) = (is_commit(revision), &cached) {
-        return Ok(path.clone());
+        if !gguf::is_guess(name, path) {
+            return Ok(path.clone());
+        }
     }
     let client = Client::new(settings, name);
     let usual = if cached.is_ok() { SHORT_PATIENCE } else { PATIENCE };
-    let listing = match (client.list(settings.describe.unwrap_or(usual)), cached) {
+    let listing = match (client.list(settings.describe.unwrap_or(usual)), &cached) {
         (Ok(listing), _) => listing,
         (Err(e), Ok(path)) => {
             status!("hub: {e:#}; using the cached files of {id}");
-            return Ok(path);
+            return Ok(use_cached(name, path.clone()));
         }
         (Err(e), Err(_)) => return Err(e).with_context(|| format!("hub: cannot list {id} at revision {revision}")),
     };
-    let path = select(&listing.files(), name, weights, &|file| client.download(&repo, &listing.sha, file))?;
+    let failed = Cell::new(false);
+    let get = |file: &str| client.download(&repo, &listing.sha, file).inspect_err(|_| failed.set(true));
+    let path = match (select(&listing.files(), name, weights, &get), cached) {
+        // The hub says no more, or the cache is read-only.
+        (Err(e), Ok(path)) if failed.get() => {
+            status!("{e:#}; using the cached files of {id}");
+            return Ok(use_cached(name, path));
+        }
+        (path, _) => path?,
+    };
     // Last, so that what the cache says is current is whole.
-    if *revision != listing.sha {
-        let pointer = repo.join("refs").join(revision);
-        std::fs::create_dir_all(pointer.parent().unwrap_or(&repo))
-            .and_then(|()| std::fs::write(&pointer, &listing.sha))
-            .with_context(|| format!("hub: cannot write {}", pointer.display()))?;
+    let pointer = repo.join("refs").join(revision);
+    let is_known = || std::fs::read_to_string(&pointer).is_ok_and(|sha| sha.trim() == listing.sha);
+    if *revision != listing.sha && !is_known() {
+        let made = std::fs::create_dir_all(pointer.parent().unwrap_or(&repo));
+        // The files are there all the same.
+        if let Err(e) = made.and_then(|()| std::fs::write(&pointer, &listing.sha)) {
+            status!("hub: cannot write {}: {e}", pointer.display());
+        }
     }
     Ok(path)
+}
+
+/// Says which GGUF file it is where, of all that the hub has, another one might be chosen.
+fn use_cached(name: &Name, path: PathBuf) -> PathBuf {
+    if gguf::is_guess(name, &path) {
+        let file = path.file_name().unwrap_or_default().display();
+        status!("hub: --model names no GGUF file of {}: {file} is used, as it is cached", name.id);
+    }
+    path
 }
 
 /// The cached model, if all its files are there.

@@ -4,6 +4,7 @@ use crate::cli::{command, endless, ends_with_commas, euro, fails, generate, inte
 use candle_core::{DType, Device, Tensor};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Stdio};
+use std::time::Duration;
 
 fn start(args: &[&str]) -> Child {
     let mut command = command("generate");
@@ -185,12 +186,16 @@ fn ctrl_c_stops_the_answer_and_twice_the_program() {
             assert!(stderr.read_line(&mut line).unwrap() > 0, "expected {part:?}");
         }
     };
-    for _ in 0..2 {
+    for _ in 0..3 {
         writeln!(stdin, "{FIRST}").unwrap();
         // The message has been read: what comes now is for its answer.
         until("cache: ");
         interrupt(&child);
         until("stopped: interrupted");
+        // One between the answers is only the first of two.
+        interrupt(&child);
+        std::thread::sleep(Duration::from_millis(100));
+        assert!(child.try_wait().unwrap().is_none());
     }
     interrupt(&child);
     assert_eq!(child.wait().unwrap().code(), Some(130));

@@ -163,6 +163,10 @@ fn a_stop_text_ends_a_completion() {
     let begun = format!("{}#", &all[all.len() - 4..]);
     assert_eq!(generate(&["--prompt", FIRST, "-n", "30", "--stop", &begun]).stdout, all);
     fails("generate", &["--stop", ""], 2, &["--stop"]);
+    // A special token is no text that could be found.
+    let copy = says_im_end();
+    generate(&["--model", &copy.arg(), "--prompt", FIRST, "-n", "60", "--stop", "<|im_end|>"])
+        .says(&["stopped: end of text"]);
 }
 
 #[test]

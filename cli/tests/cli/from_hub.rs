@@ -6,6 +6,7 @@ use crate::gguf_writer::demo;
 use crate::hub::{Habit, Hub};
 use candle_core::quantized::GgmlDType;
 use std::path::Path;
+use std::process::Command;
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -19,9 +20,8 @@ impl Machine {
         Self(tempfile::tempdir().unwrap())
     }
 
-    fn run_with(&self, endpoint: &str, model: &str, variables: &[(&str, &str)]) -> Run {
-        let mut command = command("generate");
-        command.args(["--model", model, "--prompt", PROMPT, "-n", "8"]);
+    fn command(&self, program: &str, endpoint: &str) -> Command {
+        let mut command = command(program);
         for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
             command.env_remove(proxy);
         }
@@ -30,6 +30,12 @@ impl Machine {
         }
         command.env("HF_HOME", self.0.path()).env("HF_ENDPOINT", endpoint);
         command.env("HF_HUB_ETAG_TIMEOUT", "0.4").env("HF_HUB_DOWNLOAD_TIMEOUT", "0.4");
+        command
+    }
+
+    fn run_with(&self, endpoint: &str, model: &str, variables: &[(&str, &str)]) -> Run {
+        let mut command = self.command("generate", endpoint);
+        command.args(["--model", model, "--prompt", PROMPT, "-n", "8"]);
         Run::of(command.envs(variables.iter().copied()).output().unwrap())
     }
 
@@ -221,6 +227,77 @@ fn gguf_files_of_the_hub() {
     says(DEMO);
     let run = machine.run(NOBODY, "someone/demo@v1:Q8_0").good();
     assert_eq!(run.stdout, want);
+    let offline = |machine: &Machine, model: &str| machine.run_with(NOBODY, model, &[("HF_HUB_OFFLINE", "1")]).good();
+    // Where another file is cached than the hub's list would choose.
+    let machine = Machine::new();
+    machine.run(&hub.endpoint, "someone/demo@v1:Q8_0").good();
+    let says = "hub: --model names no GGUF file of someone/demo: demo-Q8_0.gguf is used, as it is cached";
+    offline(&machine, DEMO).says(&[says]);
+    machine.run(NOBODY, DEMO).good().says(&[says]);
+    assert!(!offline(&machine, "someone/demo@v1:Q8_0").stderr.contains("hub: "));
+}
+
+#[test]
+fn an_empty_file_is_a_file() {
+    let (copy, machine) = (sharded(), Machine::new());
+    copy.write("added_tokens.json", "");
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
+    assert_eq!(machine.blob("added_tokens.json").metadata().unwrap().len(), 0);
+}
+
+/// A hub that has new files and does not give them, and a cache in which nothing can be written.
+#[test]
+fn cached_files_take_the_place_of_a_failed_update() {
+    let (copy, machine) = (sharded(), Machine::new());
+    machine.run(&Hub::serve(copy.path(), Habit::Good).endpoint, DEMO).good();
+    let repo = machine.0.path().join("hub/models--someone--demo");
+    std::fs::rename(repo.join("snapshots/c0ffee"), repo.join("snapshots/0ld")).unwrap();
+    std::fs::write(repo.join("refs/v1"), "0ld").unwrap();
+    let run = machine.run(&Hub::serve(copy.path(), Habit::SilentFiles).endpoint, DEMO).good();
+    assert_eq!(run.stdout, want());
+    run.says(&["cannot download config.json", "using the cached files of someone/demo"]);
+    std::fs::rename(repo.join("snapshots/0ld"), repo.join("snapshots/c0ffee")).unwrap();
+    std::fs::remove_dir_all(repo.join("refs")).unwrap();
+    std::fs::write(repo.join("refs"), "no folder").unwrap();
+    let run = machine.run(&Hub::serve(copy.path(), Habit::Good).endpoint, DEMO).good();
+    assert_eq!(run.stdout, want());
+    run.says(&["hub: cannot write", "refs/v1"]);
+}
+
+/// Nothing is asked of the hub, let alone weights.
+#[test]
+fn mistakes_in_the_arguments_come_before_a_download() {
+    let (copy, machine) = (sharded(), Machine::new());
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    for (program, args, says) in [
+        ("generate", &["--prompt-file", "/nowhere"][..], "--prompt-file: cannot read /nowhere"),
+        ("generate", &["--prompts-file", "/nowhere"], "--prompts-file: cannot read /nowhere"),
+        ("generate", &["--system", "x"], "--system: expected --chat or --interactive"),
+        ("generate", &["--chat"], "--chat: expected a message"),
+        (
+            "generate",
+            &["--chat", "--prompt", "x", "--chat-template", "/nowhere"],
+            "--chat-template: cannot read /nowhere",
+        ),
+        (
+            "generate",
+            &["--interactive", "--no-thinking", "--template-arg", "enable_thinking=true"],
+            "--no-thinking: expected no --template-arg enable_thinking, which",
+        ),
+        ("generate", &["--interactive", "--tensor-parallel", "2"], "--interactive: expected one device"),
+        ("perplexity", &["--token-ids", "5,x"], "--token-ids: expected a token id"),
+        ("perplexity", &["--file", "/nowhere"], "--file: cannot read /nowhere"),
+        ("perplexity", &["--token-ids", "1,2", "--tensor-parallel", "2"], "--tensor-parallel: expected 1"),
+        ("finetune", &["--text", "/nowhere"], "--text: cannot read /nowhere"),
+        ("finetune", &["--warmup", "70"], "--warmup: expected at most --steps (60)"),
+    ] {
+        let mut command = machine.command(program, &hub.endpoint);
+        let run = Run::of(command.args(["--model", DEMO]).args(args).output().unwrap());
+        assert_eq!(run.code, Some(1), "{run:?}");
+        run.says(&[says]);
+        assert_eq!(hub.requests().len(), 0, "{args:?}");
+    }
 }
 
 fn path(dir: &TempDir, name: &str) -> String {

@@ -29,6 +29,7 @@ pub struct Request {
     pub path: String,
     /// The first byte that was wanted.
     pub start: usize,
+    has_range: bool,
     pub token: Option<String>,
 }
 
@@ -73,7 +74,12 @@ impl Hub {
                             other => *other == Habit::NeverWhole,
                         };
                         let start = if *habit == Habit::NeverWhole { 0 } else { request.start };
-                        send(&stream, &dir.join(name), start, cuts);
+                        match dir.join(name).metadata() {
+                            Ok(file) if file.len() == 0 && request.has_range => {
+                                answer(&stream, "416 Range Not Satisfiable", "content-range: bytes */0\r\n", b"")
+                            }
+                            _ => send(&stream, &dir.join(name), start, cuts),
+                        }
                     }
                 }
                 log.lock().expect("the log").push(request);
@@ -96,11 +102,14 @@ fn wait(mut stream: TcpStream) {
 fn read(stream: &TcpStream) -> Option<Request> {
     let mut lines = BufReader::new(stream).lines();
     let path = lines.next()?.ok()?.split(' ').nth(1)?.to_string();
-    let mut request = Request { path, start: 0, token: None };
+    let mut request = Request { path, start: 0, has_range: false, token: None };
     for line in lines.map_while(Result::ok).take_while(|line| !line.is_empty()) {
         let (name, value) = line.split_once(": ")?;
         match name.to_lowercase().as_str() {
-            "range" => request.start = value.strip_prefix("bytes=")?.split('-').next()?.parse().ok()?,
+            "range" => {
+                request.has_range = true;
+                request.start = value.strip_prefix("bytes=")?.split('-').next()?.parse().ok()?;
+            }
             "authorization" => request.token = Some(value.to_string()),
             _ => {}
         }
@@ -119,7 +128,7 @@ fn send(stream: &TcpStream, path: &Path, start: usize, cut: bool) {
     let Ok(bytes) = std::fs::read(path) else { return answer(stream, "404 Not Found", "", b"") };
     let name = path.file_name().expect("a name").display();
     let (rest, status) = (&bytes[start..], if start > 0 { "206 Partial Content" } else { "200 OK" });
-    let range = format!("content-range: bytes {start}-{}/{}\r\n", bytes.len() - 1, bytes.len());
+    let range = format!("content-range: bytes {start}-{}/{}\r\n", bytes.len().max(1) - 1, bytes.len());
     let headers = format!("etag: W/\"{name}\"\r\n{}", if start > 0 { &range } else { "" });
     let end = if cut { rest.len() / 2 } else { rest.len() };
     answer_with(stream, status, &headers, rest.len(), &rest[..end]);

@@ -3,6 +3,7 @@
 use super::Name;
 use anyhow::{bail, ensure, Result};
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 /// The type that is chosen where none is named.
 const USUAL: &str = "Q4_K_M";
@@ -35,7 +36,7 @@ pub fn choose(listed: &[String], name: &Name) -> Result<Vec<String>> {
     }
     let at = format!("{} at revision {}", name.id, name.revision);
     ensure!(!models.is_empty(), "{at} has no GGUF file{}", path.map_or(String::new(), |path| format!(" {path}")));
-    let tag = name.tag.as_deref().filter(|tag| !tag.eq_ignore_ascii_case("latest"));
+    let tag = of_tag(name);
     let all: Vec<&str> = models.keys().copied().collect();
     let fits = match (tag, &all[..]) {
         (None, [_]) => all.clone(),
@@ -66,6 +67,18 @@ pub fn choose(listed: &[String], name: &Name) -> Result<Vec<String>> {
     let head = format!("{}mtp-{}", &files[0][..files[0].len() - base(&files[0]).len()], base(&files[0]));
     files.extend(listed.iter().find(|file| **file == head).cloned());
     Ok(files)
+}
+
+/// Whether `path` is a GGUF file that was chosen among the cached ones, and might not be among all: nothing names it.
+pub fn is_guess(name: &Name, path: &Path) -> bool {
+    let file = path.to_string_lossy();
+    let names_one = of_tag(name).is_some() || name.path.as_deref().is_some_and(is_gguf);
+    is_gguf(&file) && !names_one && label(whole(&file)).is_none_or(|label| !label.eq_ignore_ascii_case(USUAL))
+}
+
+/// The type that is asked for.
+fn of_tag(name: &Name) -> Option<&str> {
+    name.tag.as_deref().filter(|tag| !tag.eq_ignore_ascii_case("latest"))
 }
 
 /// The models of type `tag`: exactly, else as a variant of it (`UD-`), else those whose file has this name.
