@@ -165,7 +165,8 @@ impl Run<'_> {
         let weights = Size(run.bytes()?.weights);
         let elsewhere = match self.device {
             DeviceLocation::Cpu => "",
-            _ => "; --tensor-parallel divides them among GPUs, --cpu runs without one",
+            _ if self.room.snapshots > 0 => "; --cpu runs without one",
+            _ => "; generate --tensor-parallel divides them among GPUs, --cpu runs without one",
         };
         Ok(format!("no option makes it fit: the weights alone take {weights}{of}{elsewhere}"))
     }

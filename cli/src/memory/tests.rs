@@ -114,3 +114,12 @@ fn small_cards_hold_the_defaults_or_what_is_advised() -> Result<()> {
     assert!(whole > 20 && advised > 5 && impossible > 5, "{whole} whole, {advised} advised, {impossible} impossible");
     Ok(())
 }
+
+/// A talk is on one device, and so is a text that is scored.
+#[test]
+fn ranks_are_offered_for_prompts() -> Result<()> {
+    let advice = |more: &[&str]| on_gpu(&[&["--model", "qwen3.5-4b"], more].concat(), &[12], 1 << 20);
+    assert!(advice(&[])?.1.contains("; generate --tensor-parallel divides"));
+    assert!(!advice(&["--interactive"])?.1.contains("--tensor-parallel"));
+    Ok(())
+}
