@@ -7,7 +7,7 @@ use crate::causal_lm::CausalLm;
 use crate::sequences::kv::{KvRows, KvSlots};
 use crate::sequences::pass::{boundaries, last_tokens};
 use crate::sequences::pool::{Sequence, SequencePool};
-use candle_core::{bail, DType, Result, Tensor, D};
+use candle_core::{bail, DType, Device, Result, Tensor, D};
 use candle_gdn::CuSeqlens;
 use candle_gdn_core::Launch;
 
@@ -27,7 +27,7 @@ impl SequencePool {
         last: &Tensor,
     ) -> Result<()> {
         let Some(head) = &mut self.head else { return Ok(()) };
-        let (mut first, mut full) = (0, Vec::new());
+        let (mut first, mut prompts) = (0, Vec::new());
         for (row, (&slot, tokens)) in slots.iter().zip(tokens).enumerate() {
             let state = &mut head.slots[slot];
             let before = Rows { tensor: hidden.clone(), range: first..first + tokens.len() - 1 };
@@ -35,23 +35,31 @@ impl SequencePool {
             let last = Rows { tensor: last.clone(), range: row..row + 1 };
             state.push(tokens, [before, last].into_iter().filter(|rows| !rows.range.is_empty()));
             first += tokens.len();
-            if !head.idle && !state.tokens.is_empty() && tokens.len() > 1 {
-                full.push(slot);
+            if !state.tokens.is_empty() && tokens.len() > 1 {
+                prompts.push(slot);
             }
         }
-        self.fill_head(model, &full)?;
-        self.bound_waiting(model, slots)
+        if !head.idle {
+            self.fill_head(model, &prompts)?;
+            return self.bound_waiting(model, slots);
+        }
+        self.bound_waiting(model, slots)?;
+        self.own_waiting(&prompts)
+    }
+
+    /// The rows that wait in these slots get memory of their own: the other rows of their pass can be freed.
+    fn own_waiting(&mut self, slots: &[usize]) -> Result<()> {
+        let Some(head) = &mut self.head else { return Ok(()) };
+        slots.iter().try_for_each(|&slot| head.slots[slot].own().map(|own| head.slots[slot] = own))
     }
 
     /// Where many hidden states wait, they enter the head's cache or are dropped.
     pub(crate) fn bound_waiting(&mut self, model: &CausalLm, slots: &[usize]) -> Result<()> {
         match &mut self.head {
             Some(head) if head.idle => {
-                // Each that waits keeps heap memory from being reused: steps of the demo were 2 % slower.
-                let most = if model.device.is_cpu() { 0 } else { WAITING };
                 for &slot in slots {
                     let state = &mut head.slots[slot];
-                    state.drop_waiting(state.tokens.len().saturating_sub(most));
+                    state.drop_waiting(state.tokens.len().saturating_sub(head.idle_waiting));
                 }
                 Ok(())
             }
@@ -152,6 +160,16 @@ impl SequencePool {
     pub(crate) fn set_head_idle(&mut self, idle: bool) {
         if let Some(head) = &mut self.head {
             head.idle = idle;
+        }
+    }
+
+    /// How many hidden states wait while the head is idle, and the last one.
+    pub(crate) fn idle_waiting(device: &Device) -> usize {
+        // Each that waits keeps heap memory from being reused: steps of the demo were 2 % slower.
+        if device.is_cpu() {
+            0
+        } else {
+            WAITING
         }
     }
 
@@ -269,5 +287,30 @@ impl CausalLm {
             None => draft_head.layer.feed_forward(&sum, h, launch)?,
         };
         Ok(x.norm(&draft_head.norm, launch)?.1)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sequences::tests::model;
+
+    /// With the bound of a GPU: the rows of a prompt that nobody will read are not kept for those that wait.
+    #[test]
+    fn an_idle_head_keeps_no_prompts() -> Result<()> {
+        let model = model(0.1)?;
+        let mut pool = model.new_sequences(2, 200)?;
+        pool.set_head_idle(true);
+        pool.head.iter_mut().for_each(|head| head.idle_waiting = WAITING);
+        let (a, b) = (pool.begin()?, pool.begin()?);
+        for tokens in [150, 1, 40] {
+            model.feed_only(&mut pool, &[(a, &vec![3; tokens]), (b, &[5; 2])])?;
+        }
+        let head = pool.head.as_ref().expect("a head");
+        let rows = head.slots.iter().flat_map(|state| &state.waiting).map(|rows| rows.tensor.elem_count());
+        let waiting = (1 + WAITING) + 3 * 2;
+        assert_eq!(rows.sum::<usize>(), waiting * model.config.hidden_size);
+        // The other one had a token of its own.
+        model.draft(&mut pool, &[(a, 1, 2), (b, 1, 2)]).map(drop)
     }
 }

@@ -15,9 +15,11 @@ const CONCATENATED: usize = 4;
 #[derive(Debug)]
 pub(crate) struct HeadSlots {
     pub kv: KvSlots,
-    /// Whether hidden states are not worth a pass of the head: then all that wait but the last are dropped. Later drafts know less
+    /// Whether hidden states are not worth a pass of the head: then most that wait are dropped. Later drafts know less
     /// of the sequence.
     pub idle: bool,
+    /// How many wait then, besides the last one.
+    pub idle_waiting: usize,
     pub slots: Vec<HeadState>,
 }
 

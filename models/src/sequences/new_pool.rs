@@ -101,6 +101,7 @@ impl CausalLm {
             true => Some(HeadSlots {
                 kv: KvSlots::new(&shape, sequences)?,
                 idle: false,
+                idle_waiting: SequencePool::idle_waiting(&self.device),
                 slots: vec![HeadState::default(); sequences],
             }),
             false => None,
