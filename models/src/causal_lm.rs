@@ -145,15 +145,26 @@ impl CausalLm {
         self.vocabulary.as_ref().is_some_and(|vocabulary| vocabulary.group.is_lost())
     }
 
-    /// `result`, or an error where another rank has one. All ranks call this, since they must go on alike.
+    /// After an error in the middle of a pass, which the other ranks go on with, this one leaves them: they would wait for ever, or
+    /// use sums that belong to other passes. False where it is alone.
+    pub(crate) fn leave(&self) -> bool {
+        let group = self.vocabulary.as_ref().map(|vocabulary| &vocabulary.group).filter(|group| group.size() > 1);
+        group.inspect(|group| group.leave()).is_some()
+    }
+
+    /// `result`, or an error where another rank has one. All ranks call this, since they must go on alike. One that cannot leaves.
     pub(crate) fn agree<T>(&self, result: Result<T>) -> Result<T> {
         let Some(Vocabulary { group, .. }) = self.vocabulary.as_ref().filter(|shard| shard.group.size() > 1) else {
             return result;
         };
         let _working = Working::new(&self.device);
-        let failed = group.all_reduce(&Tensor::new(&[f32::from(u8::from(result.is_err()))], &self.device)?)?;
-        group.settle()?;
-        if result.is_ok() && failed.to_vec1::<f32>()?[0] > 0. {
+        let count = || {
+            let failed = group.all_reduce(&Tensor::new(&[f32::from(u8::from(result.is_err()))], &self.device)?)?;
+            group.settle()?;
+            failed.to_vec1::<f32>()
+        };
+        let failed = count().inspect_err(|_| group.leave())?[0];
+        if result.is_ok() && failed > 0. {
             bail!("expected all ranks to succeed, but another one failed")
         }
         result

@@ -38,10 +38,12 @@ impl SpeculativeGraph {
         forced_acceptance: Option<f32>,
         logprobs: bool,
     ) -> Result<Self> {
-        let buffers = {
+        let mut made = || -> Result<_> {
             let _working = pool.working()?;
-            SpeculativeBuffers::new(model, pool, batch, depth, sampler, forced_acceptance, logprobs)?
+            SpeculativeBuffers::new(model, pool, batch, depth, sampler, forced_acceptance, logprobs)
         };
+        // Before the ranks run together.
+        let buffers = model.agree(made())?;
         let graph = ModelGraph::new(OP, model, pool, batch * (depth + 1), |pool| buffers.run(model, pool))?;
         let readbacks = Readbacks::new(&buffers.out()?)?;
         Ok(Self { batch, logprobs, graph, buffers, held: Vec::new(), readbacks })
@@ -109,7 +111,9 @@ impl StepGraph for SpeculativeGraph {
     }
 
     fn end(&self, _: &CausalLm, pool: &mut SequencePool, step: &Step<'_>) -> Result<()> {
-        let hidden = if step.is_last { Some(self.buffers.hidden(step.sequences.len())?) } else { None };
+        // A step ahead that failed after its launch, which holds nothing, has advanced the states all the same.
+        let is_last = step.is_last && !self.held.is_empty();
+        let hidden = if is_last { Some(self.buffers.hidden(step.sequences.len())?) } else { None };
         for (n, (s, drawn)) in step.sequences.iter().zip(step.drawn).enumerate() {
             let Ok(slot) = pool.slot(OP, *s) else { continue };
             let first = n * self.buffers.tokens;

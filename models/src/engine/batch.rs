@@ -127,7 +127,8 @@ impl Row {
 
     /// The most drafts that can be of use in the next step.
     pub fn room(&self) -> usize {
-        (self.request.max_new_tokens - self.drawn()).saturating_sub(1).min(self.max_len - self.tokens.len())
+        let most = self.request.max_new_tokens - self.drawn();
+        most.min(self.max_len - self.tokens.len()).saturating_sub(1)
     }
 
     /// How the token after those so far and the `drafted` is chosen: as it would be without drafts.
@@ -156,6 +157,10 @@ impl Row {
             self.finished = Some(FinishReason::MaxNewTokens);
             return 0;
         }
+        if self.tokens.len() >= self.max_len {
+            self.finished = Some(FinishReason::MaxLen);
+            return 0;
+        }
         for (i, token) in drawn.iter().enumerate() {
             let Drawn { id: token, logprobs } = match token {
                 Ok(drawn) => drawn.clone(),
@@ -173,7 +178,7 @@ impl Row {
             events.push(Event::Token { id: self.id, token, logprobs });
             self.finished = match () {
                 _ if self.drawn() == self.request.max_new_tokens => Some(FinishReason::MaxNewTokens),
-                _ if self.tokens.len() > self.max_len => Some(FinishReason::MaxLen),
+                _ if self.tokens.len() == self.max_len => Some(FinishReason::MaxLen),
                 _ => None,
             };
             if self.finished.is_some() || drafted.get(i) != Some(&token) {

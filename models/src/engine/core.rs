@@ -34,8 +34,20 @@ impl<M: Borrow<CausalLm>> Core<M> {
 }
 
 impl Context<'_> {
-    /// A new sequence, after the tokens of `snapshot` if there is one.
+    /// A new sequence, after the tokens of `snapshot` if there is one; an error on all ranks where one fails, which would go on
+    /// otherwise than the others.
     pub fn begin(&mut self, snapshot: Option<&SequenceSnapshot>) -> Result<Sequence> {
+        let begun = self.begin_here(snapshot);
+        let sequence = begun.as_ref().ok().copied();
+        match (self.model.agree(begun), sequence) {
+            (Err(e), Some(sequence)) => self.pool.end(sequence).and(Err(e)),
+            (agreed, _) => agreed,
+        }
+    }
+
+    fn begin_here(&mut self, snapshot: Option<&SequenceSnapshot>) -> Result<Sequence> {
+        #[cfg(test)]
+        super::tests::fault(super::tests::BEGIN)?;
         let sequence = self.pool.begin()?;
         if let Some(snapshot) = snapshot {
             if let Err(e) = self.pool.restore(sequence, snapshot) {

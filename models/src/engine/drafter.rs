@@ -26,6 +26,8 @@ pub(super) struct Drafter {
     measured: Vec<(usize, usize, Duration)>,
     /// The depths of these requests at the next step, where they were chosen before.
     planned: Option<(Vec<RequestId>, Vec<usize>)>,
+    /// Whether there are no drafts for now.
+    paused: bool,
 }
 
 /// The drafts of a row.
@@ -41,12 +43,25 @@ impl Drafter {
         let depths = Depths::after(options.draft_after);
         // A step verifies the drafts and the token before them.
         let lookup = options.draft.min(pool.room().map_or(usize::MAX, |room| room - 1));
-        Self { lookup, depth: options.draft_depth, depths, measured: Vec::new(), planned: None }
+        Self { lookup, depth: options.draft_depth, depths, measured: Vec::new(), planned: None, paused: false }
     }
 
     /// Whether drafts are looked up in the text.
     pub fn looks_up(&self) -> bool {
-        self.lookup > 0
+        self.lookup > 0 && !self.paused
+    }
+
+    /// Whether the next step can have drafts.
+    pub fn may_draft(&self, pool: &SequencePool) -> bool {
+        self.looks_up() || (pool.has_head() && !self.paused)
+    }
+
+    /// After a failed pass there are no drafts for a while.
+    pub fn set_paused(&mut self, paused: bool) {
+        self.paused = paused;
+        if paused {
+            self.planned = None;
+        }
     }
 
     /// The acceptance that a new sequence begins with.
@@ -75,11 +90,11 @@ impl Drafter {
 
     /// Where drafts of this many sequences save no time, the head takes no passes of its own either.
     pub fn rest_head(&self, sequences: usize, pool: &mut SequencePool) {
-        pool.set_head_idle(self.depth == DraftDepth::Auto && !self.depths.pays(sequences));
+        pool.set_head_idle(self.paused || (self.depth == DraftDepth::Auto && !self.depths.pays(sequences)));
     }
 
     fn choose_depths(&mut self, rows: &[Row], pool: &SequencePool) -> Vec<usize> {
-        if !pool.has_head() {
+        if !pool.has_head() || self.paused {
             return vec![0; rows.len()];
         }
         match self.depth {

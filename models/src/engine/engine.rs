@@ -13,7 +13,7 @@ use super::request::{Request, RequestId};
 use super::stats::EngineStats;
 use super::stepper::Stepper;
 use crate::CausalLm;
-use candle_core::{bail, Result};
+use candle_core::{bail, Error, Result};
 use std::borrow::Borrow;
 
 /// Many requests on one model. Each waits until there is room, then its prompt is fed, then it is completed token by
@@ -133,13 +133,14 @@ impl<M: Borrow<CausalLm>> Engine<M> {
 
     /// One pass of the model: prompts if there are any to be fed, else a decode step. Returns its results in order.
     ///
-    /// A pass that fails, when a device refuses or is out of memory, is no error: its requests are fed again, and
-    /// the next passes have fewer of them and shorter pieces of prompts. A request ends with [`FinishReason::Failed`] if it fails alone
+    /// A pass that fails, when a device refuses or is out of memory, is no error for a model on one device: its requests are fed again,
+    /// and the next passes have no drafts, fewer of them and shorter pieces of prompts. A request ends with [`FinishReason::Failed`] if it fails alone
     /// twice with a single token, or at once if it cannot begin again, its logits are not finite, or its
     /// [`snapshot_at`](super::Request::snapshot_at) cannot be made. All others go on, with the same tokens as without the failure.
     ///
     /// # Errors
-    /// When another rank of the model is gone, so that no pass can succeed any more; when the pool refuses, which is a bug.
+    /// Where the model has several ranks, when a pass of this one fails, or another one is gone: then all end, since no pass can succeed
+    /// any more. When the pool refuses, which is a bug.
     pub fn step(&mut self) -> Result<Vec<Event>> {
         let Self { core, queue, prompts, batch, stepper, drafter, recovery } = self;
         let cx = &mut core.context();
@@ -153,11 +154,17 @@ impl<M: Borrow<CausalLm>> Engine<M> {
             stepper.discard();
             Ok(())
         };
+        let pass = match pass {
+            Err(error) if cx.model.has_lost_a_rank() => return Err(error),
+            Err(error) if cx.model.leave() => {
+                return Err(Error::Msg(format!("Engine: a pass of this rank failed, and all ranks end: {error}")));
+            }
+            pass => pass,
+        };
         // First, so that requests that have ended are not fed again.
         batch.retire(cx)?;
         match pass {
             Ok(()) => recovery.passed(cx.events),
-            Err(error) if cx.model.has_lost_a_rank() => return Err(error),
             Err(error) => {
                 stepper.discard();
                 let lost = recovery.failed();

@@ -65,7 +65,7 @@ pub enum FinishReason {
     Stop,
     /// The completion has [`Request::max_new_tokens`](super::Request::max_new_tokens).
     MaxNewTokens,
-    /// There is no further position.
+    /// Prompt and completion have [`EngineOptions::max_len`](super::EngineOptions::max_len) tokens.
     MaxLen,
     /// [`Engine::cancel`](super::Engine::cancel).
     Cancelled,

@@ -1,7 +1,7 @@
 //! Engines in which a call fails: what each request gets, and the size of passes afterwards.
 
 use super::graphs::{Capture, StepSize};
-use super::tests::{fail_after, HostGraphs, READ, SNAPSHOT};
+use super::tests::{fail_after, left, HostGraphs, BEGIN, READ, SNAPSHOT};
 use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
 use crate::parallel::{Collective, LocalRank};
 use crate::sampling::Sampler;
@@ -92,7 +92,7 @@ fn drafts_end_with_the_positions() -> Result<()> {
             [3, len].into_iter().try_for_each(|len| engine.submit(Request::new(prompt(len, len), 100)).map(drop))?;
             let ends = Ends::default().finish(&mut engine)?;
             for (end, len) in ends.iter().zip([3, len as usize]) {
-                assert_eq!((end.0.len(), &end.2), (31 - len, &Some(FinishReason::MaxLen)), "{depth} drafts");
+                assert_eq!((end.0.len(), &end.2), (30 - len, &Some(FinishReason::MaxLen)), "{depth} drafts");
             }
             assert_eq!(engine.recovery.limit, usize::MAX, "a pass failed: {depth} drafts after {len} tokens");
         }
@@ -203,6 +203,79 @@ fn a_snapshot_that_fails_on_one_rank_fails_on_all() -> Result<()> {
         assert_eq!(got[0], got[1], "snapshot {calls}");
         assert_eq!((&got[0].0[0].1[..], got[0].1.reused), (snapshots, reused), "snapshot {calls}");
         assert_eq!(got[0].0[1..], want[0].0[1..], "snapshot {calls}");
+    }
+    Ok(())
+}
+
+/// States that are larger than the whole cache are not copied for one prompt after the other.
+#[test]
+fn what_is_too_large_is_copied_once() -> Result<()> {
+    let model = model(0.1)?;
+    let options = EngineOptions { prefix_cache: 1, prefix_recent: 4, ..EngineOptions::new(1, 250) };
+    let mut engine = engine(&model, options, 0)?;
+    fail_after(SNAPSHOT, 100);
+    let mut told = 0;
+    for n in 0..3 {
+        engine.submit(Request::new(prompt(n, 150), 2))?;
+        while !engine.is_idle() {
+            told += engine.step()?.iter().filter(|event| matches!(event, Event::PrefixTooLarge { .. })).count();
+        }
+        let copies = 100 - left(SNAPSHOT);
+        assert_eq!((copies, told), ([1, 2, 2][n as usize], 1), "of 128 tokens, then of 64");
+    }
+    fail_after(SNAPSHOT, -1);
+    Ok(())
+}
+
+#[derive(Debug)]
+struct Refuses(bool);
+
+impl Capture for Refuses {
+    fn capture(
+        &self,
+        model: &CausalLm,
+        pool: &mut SequencePool,
+        sampler: &Sampler,
+        size: StepSize,
+    ) -> Result<SharedGraph> {
+        match self.0 {
+            true => candle_core::bail!("not on this rank"),
+            false => HostGraphs.capture(model, pool, sampler, size),
+        }
+    }
+}
+
+/// A sequence that the second rank cannot begin, and a graph that it cannot capture.
+#[test]
+fn what_one_rank_cannot_do_none_does() -> Result<()> {
+    let weights = weights(0.1)?;
+    for (begin, refuses) in [(-1, false), (1, false), (-1, true)] {
+        let (sender, results) = std::sync::mpsc::channel();
+        for group in LocalRank::group(2) {
+            let (weights, sender) = (weights.clone(), sender.clone());
+            std::thread::spawn(move || -> Result<()> {
+                let is_second = group.rank() == 1;
+                let model = shard(weights, Arc::new(group))?;
+                let options = EngineOptions { cuda_graph: GraphChoice::On, ..EngineOptions::new(2, 64) };
+                let made = Engine::with_capture(&model, options.clone(), Box::new(Refuses(is_second && refuses)));
+                let (mut engine, is_refused) = match made {
+                    Ok(engine) => (engine, false),
+                    Err(_) => (Engine::new(&model, EngineOptions { cuda_graph: GraphChoice::Off, ..options })?, true),
+                };
+                (0..3).try_for_each(|n| engine.submit(Request::new(prompt(n, 9), 5)).map(drop))?;
+                fail_after(BEGIN, if is_second { begin } else { -1 });
+                let ends = Ends::default().finish(&mut engine)?;
+                let ends: Vec<_> = ends.into_iter().map(|(tokens, ..)| tokens).collect();
+                drop(sender.send((is_refused, ends)));
+                Ok(())
+            });
+        }
+        let limit = std::time::Duration::from_secs(30);
+        let got = [(); 2].map(|()| results.recv_timeout(limit).expect("no rank waits for ever"));
+        assert_eq!(got[0], got[1]);
+        assert_eq!(got[0].0, refuses);
+        let lengths: Vec<_> = got[0].1.iter().map(Vec::len).collect();
+        assert_eq!(lengths, if begin > 0 { [5, 0, 5] } else { [5; 3] });
     }
     Ok(())
 }

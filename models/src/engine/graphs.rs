@@ -140,7 +140,9 @@ impl Graphs {
         if self.choice == GraphChoice::Off || limit.is_some_and(|limit| tokens >= limit) {
             return Ok(None);
         }
-        match self.source.capture(model, pool, sampler, size) {
+        // The ranks must go on alike: all with the graph, or all without.
+        match model.agree(self.source.capture(model, pool, sampler, size)) {
+            Err(e) if model.has_lost_a_rank() => Err(e),
             Ok(graph) => {
                 self.captured.push((size, graph.clone()));
                 Ok(Some(graph))

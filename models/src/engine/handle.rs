@@ -262,24 +262,32 @@ struct Running {
     new: Vec<Event>,
 }
 
+/// The most messages between two steps, so that completions go on however many come.
+const MESSAGES: usize = 64;
+
 struct Driver<M: Borrow<CausalLm>, O> {
     engine: Engine<M>,
     followers: Followers,
     observer: O,
     running: BTreeMap<RequestId, Running>,
+    /// The tokens of all of these.
+    tokens: usize,
 }
 
 impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
     fn new(engine: Engine<M>, followers: Followers, observer: O) -> Self {
-        Self { engine, followers, observer, running: BTreeMap::new() }
+        Self { engine, followers, observer, running: BTreeMap::new(), tokens: 0 }
     }
 
     fn run(&mut self, messages: &Receiver<Message>) -> Result<()> {
+        let mut count = 0;
         loop {
             let message = match self.engine.is_idle() {
                 true => messages.recv().map_err(|_| TryRecvError::Disconnected),
+                false if count == MESSAGES => Err(TryRecvError::Empty),
                 false => messages.try_recv(),
             };
+            count = if message.is_ok() { (count + 1).min(MESSAGES) } else { 0 };
             match message {
                 Ok(Message::Submit(submission)) => self.submit(submission)?,
                 Ok(Message::Cancel(id)) => self.cancel(id)?,
@@ -302,6 +310,7 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
                 let tokens = request.tokens.len();
                 let id = self.engine.submit(request);
                 if let Ok(id) = id {
+                    self.tokens += tokens;
                     self.running.insert(id, Running { events, tokens, new: Vec::new() });
                 }
                 id
@@ -336,7 +345,8 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
                 }
             };
             let Some(running) = self.running.get_mut(&id) else { continue };
-            running.tokens += usize::from(matches!(event, Event::Token { .. }));
+            let tokens = usize::from(matches!(event, Event::Token { .. }));
+            (running.tokens, self.tokens) = (running.tokens + tokens, self.tokens + tokens);
             running.new.push(event);
         }
         let mut gone = Vec::new();
@@ -346,6 +356,9 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
             if !(running.events)(new) && !has_ended {
                 gone.push(*id);
             }
+            if has_ended {
+                self.tokens -= running.tokens;
+            }
             !has_ended
         });
         gone.into_iter().try_for_each(|id| self.cancel(id))
@@ -353,8 +366,8 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
 
     fn report(&mut self) {
         let (waiting, all) = (self.engine.waiting(), self.running.len());
-        let tokens = self.running.values().map(|running| running.tokens).sum();
-        let progress = Progress { stats: self.engine.stats(), waiting, running: all.saturating_sub(waiting), tokens };
+        let (stats, tokens) = (self.engine.stats(), self.tokens);
+        let progress = Progress { stats, waiting, running: all.saturating_sub(waiting), tokens };
         self.observer.progress(progress);
     }
 

@@ -8,7 +8,7 @@ use std::time::Duration;
 pub struct EngineOptions {
     /// The most sequences at once. Further requests wait.
     pub sequences: usize,
-    /// The most tokens of a sequence, prompt and completion together; at most `max_position_embeddings`.
+    /// The most tokens of a sequence, prompt and completion together; at most `max_position_embeddings`. A prompt of as many gets no token.
     pub max_len: usize,
     /// The most requests that wait for a sequence to end; one more is refused. With 0 none waits, but a free sequence is used.
     pub max_waiting: usize,

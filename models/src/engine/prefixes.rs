@@ -21,21 +21,34 @@ pub(super) struct Prefixes<V> {
     /// Tokens that came from the cache, and all tokens of the prompts that began.
     reused: usize,
     asked: usize,
+    /// The state after so many tokens was larger than the budget, and those of longer prefixes are: none is copied for nothing.
+    too_large: usize,
 }
 
 impl<V> Prefixes<V> {
     /// At most `budget` bytes; 0 keeps nothing.
     pub fn new(block: usize, budget: usize, most_recent: usize) -> Result<Self> {
         let cache = if budget > 0 { Some(PrefixCache::new(block, budget)?) } else { None };
-        Ok(Self { cache, recent: VecDeque::new(), most_recent, reused: 0, asked: 0 })
+        Ok(Self { cache, recent: VecDeque::new(), most_recent, reused: 0, asked: 0, too_large: usize::MAX })
     }
 
-    /// The length of the common prefix of two prompts, in whole blocks. It excludes the last token of each prompt, which must
-    /// be fed to get its logits.
-    pub fn common(&self, a: &[u32], b: &[u32]) -> usize {
+    /// The length of what `fed`, which is being fed, and a later prompt have in common, in whole blocks that can be kept. It excludes
+    /// the last token of the later one, which must be fed to get its logits.
+    pub fn common(&self, fed: &[u32], later: &[u32]) -> usize {
         let Some(cache) = &self.cache else { return 0 };
-        let blocks = |prompt| usable(prompt).chunks_exact(cache.block);
-        blocks(a).zip(blocks(b)).take_while(|(a, b)| a == b).count() * cache.block
+        let blocks = fed.chunks_exact(cache.block).zip(usable(later).chunks_exact(cache.block));
+        self.longest(blocks.take_while(|(fed, later)| fed == later).count() * cache.block)
+    }
+
+    /// The longest that can be kept of a prefix of so many tokens.
+    fn longest(&self, tokens: usize) -> usize {
+        let Some(cache) = &self.cache else { return 0 };
+        tokens.min(self.too_large - 1) / cache.block * cache.block
+    }
+
+    /// Whether the state after so many tokens may be within the budget.
+    pub fn may_keep(&self, tokens: usize) -> bool {
+        tokens < self.too_large
     }
 
     /// The positions where the state of `prompt`, fed from `start` on, is kept for one of `waiting` or for one to come.
@@ -44,7 +57,10 @@ impl<V> Prefixes<V> {
         let mut cuts: Vec<usize> = waiting.map(common).collect();
         // The longest one only: a state for each would make many short passes of a long prompt.
         cuts.extend(self.recent.iter().map(|other| common(other)).max());
-        cuts.extend((self.most_recent > 0).then(|| common(prompt)));
+        // Its own end, for a longer prompt, and for the same once more.
+        if self.most_recent > 0 {
+            cuts.extend([self.longest(prompt.len()), common(prompt)]);
+        }
         cuts.retain(|position| *position > start);
         cuts.sort_unstable();
         cuts.dedup();
@@ -61,7 +77,7 @@ impl<V> Prefixes<V> {
         let Some(cache) = &self.cache else { return false };
         let cached = cache.peek(usable(prompt));
         fed.any(|(other, cuts)| {
-            let common = self.common(prompt, other);
+            let common = self.common(other, prompt);
             cuts.iter().any(|cut| (cached + 1..=common).contains(cut))
         })
     }
@@ -74,23 +90,30 @@ impl<V> Prefixes<V> {
         Some(found)
     }
 
-    /// Keeps the state after `prefix`, whose memory has these parts (see [`PrefixCache::insert`]); false where it is larger than the
-    /// budget. Reports what is new and what was dropped.
+    /// Keeps the state after `prefix`, whose memory has these parts (see [`PrefixCache::insert`]), unless it is larger than the
+    /// budget. Reports what is new and what was dropped, and the first that was too large.
     pub fn keep(
         &mut self,
         prefix: &[u32],
         state: V,
         parts: Vec<(usize, usize)>,
         events: &mut Vec<Event>,
-    ) -> Result<bool> {
-        let Some(cache) = &mut self.cache else { return Ok(true) };
+    ) -> Result<()> {
+        let Some(cache) = &mut self.cache else { return Ok(()) };
+        let (tokens, bytes) = (prefix.len(), parts.iter().map(|(_, bytes)| bytes).sum());
         let is_new = cache.peek(prefix) < prefix.len();
         let drop = |tokens| events.push(Event::PrefixDropped { tokens });
         let kept = cache.insert(prefix, state, parts, drop)?;
         if kept && is_new {
             events.push(Event::PrefixKept { tokens: prefix.to_vec() });
         }
-        Ok(kept)
+        if !kept {
+            if self.too_large == usize::MAX {
+                events.push(Event::PrefixTooLarge { tokens, bytes });
+            }
+            self.too_large = self.too_large.min(tokens);
+        }
+        Ok(())
     }
 
     pub fn tally(&self) -> PrefixTally {

@@ -49,13 +49,12 @@ impl Filling {
 pub(super) struct Prompts {
     filling: Vec<Filling>,
     prefixes: Prefixes<Arc<SequenceSnapshot>>,
-    warned_too_large: bool,
 }
 
 impl Prompts {
     pub fn new(options: &EngineOptions) -> Result<Self> {
         let prefixes = Prefixes::new(options.prefix_block, options.prefix_cache, options.prefix_recent)?;
-        Ok(Self { filling: Vec::new(), prefixes, warned_too_large: false })
+        Ok(Self { filling: Vec::new(), prefixes })
     }
 
     pub fn len(&self) -> usize {
@@ -79,7 +78,7 @@ impl Prompts {
     /// A prompt begins to wait: what it shares with those being fed will be kept for it.
     pub fn expect(&mut self, prompt: &[u32]) {
         for Filling { row, done, cuts } in &mut self.filling {
-            let common = self.prefixes.common(&row.tokens, prompt);
+            let common = self.prefixes.common(&row.tokens[..row.to_feed()], prompt);
             if common > *done && !cuts.contains(&common) {
                 cuts.push(common);
             }
@@ -91,18 +90,20 @@ impl Prompts {
     pub fn admit(&mut self, queue: &mut Queue, cx: &mut Context) -> Result<()> {
         let mut index = 0;
         while let Some(request) = queue.get(index).filter(|_| cx.pool.available() > 0) {
-            let fed = self.filling.iter().map(|f| (f.row.tokens.as_slice(), f.cuts.as_slice()));
+            let fed = self.filling.iter().map(|f| (&f.row.tokens[..f.row.to_feed()], f.cuts.as_slice()));
             if request.resume.is_none() && self.prefixes.will_keep(&request.tokens, fed) {
                 index += 1;
                 continue;
             }
-            let Some((id, request)) = queue.take(index) else { break };
-            let snapshot = match &request.resume {
-                Some(snapshot) => Some(snapshot.clone()),
+            let Some((id, mut request)) = queue.take(index) else { break };
+            // Taken, which frees it: where a pass breaks the sequence, the prompt is fed from its first token.
+            let snapshot = match request.resume.take() {
+                Some(snapshot) => Some(snapshot),
                 None => self.prefixes.find(&request.tokens).map(|(_, snapshot)| snapshot.clone()),
             };
             let sequence = match cx.begin(snapshot.as_deref()) {
                 Ok(sequence) => sequence,
+                Err(e) if cx.model.has_lost_a_rank() => return Err(e),
                 // A snapshot of another model, say: the others go on.
                 Err(e) => {
                     cx.fail(id, &e);
@@ -189,13 +190,13 @@ impl Prompts {
             }
             if cuts.contains(done) {
                 cuts.retain(|cut| cut != done);
+                if !self.prefixes.may_keep(*done) {
+                    continue;
+                }
                 // Without memory for it, the other prompts are fed whole.
                 let Ok(snapshot) = cx.snapshot(row.sequence) else { continue };
-                let (tokens, bytes, parts) = (*done, snapshot.size_in_bytes(), snapshot.parts().collect());
-                let kept = self.prefixes.keep(&row.tokens[..tokens], snapshot, parts, cx.events)?;
-                if !kept && !std::mem::replace(&mut self.warned_too_large, true) {
-                    cx.events.push(Event::PrefixTooLarge { tokens, bytes });
-                }
+                let parts = snapshot.parts().collect();
+                self.prefixes.keep(&row.tokens[..*done], snapshot, parts, cx.events)?;
             }
         }
         Ok(())
@@ -226,9 +227,8 @@ impl Prompts {
                 cx.fail(id, error);
                 continue;
             }
-            let resume = filling.row.request.resume.clone();
-            filling.done = resume.as_ref().map_or(0, |snapshot| snapshot.len());
-            match cx.begin(resume.as_deref()) {
+            filling.done = 0;
+            match cx.begin(None) {
                 Ok(sequence) => {
                     filling.row.sequence = sequence;
                     self.filling.push(filling);

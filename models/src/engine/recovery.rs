@@ -13,16 +13,26 @@ pub(super) struct Recovery {
     pub limit: usize,
     /// The most prompt tokens of a pass.
     pub chunk: usize,
+    /// Whether completions may have drafts, which take the memory of as many more tokens.
+    pub drafts: bool,
     /// That without failures.
     most_chunk: usize,
     succeeded: usize,
     /// Passes that must succeed before the limits double: more where doubling has failed, so that requests get on between two trials.
     patience: usize,
     has_doubled: bool,
-    /// The requests of the pass that runs, and its prompt tokens.
-    passing: (Vec<RequestId>, usize),
+    passing: Passing,
     /// Requests that failed alone, with a single token, and drew no token since.
     alone: Vec<RequestId>,
+}
+
+/// The pass that runs.
+#[derive(Debug, Default)]
+struct Passing {
+    requests: Vec<RequestId>,
+    prompt_tokens: usize,
+    /// Whether it may have drafts.
+    drafts: bool,
 }
 
 impl Recovery {
@@ -30,6 +40,7 @@ impl Recovery {
         Self {
             limit: usize::MAX,
             chunk,
+            drafts: true,
             most_chunk: chunk,
             succeeded: 0,
             patience: SUCCESSES,
@@ -41,12 +52,17 @@ impl Recovery {
 
     /// A pass of these requests begins, with so many prompt tokens.
     pub fn begin(&mut self, requests: Vec<RequestId>, prompt_tokens: usize) {
-        self.passing = (requests, prompt_tokens);
+        self.passing = Passing { requests, prompt_tokens, drafts: false };
+    }
+
+    /// A decode step of these requests begins; `drafts` is whether its drafter makes any where it may.
+    pub fn begin_step(&mut self, requests: Vec<RequestId>, drafts: bool) {
+        self.passing = Passing { requests, prompt_tokens: 0, drafts: drafts && self.drafts };
     }
 
     /// It succeeded, with these results.
     pub fn passed(&mut self, events: &[Event]) {
-        self.passing.0.clear();
+        self.passing.requests.clear();
         if !self.alone.is_empty() {
             let progresses = |event: &Event, alone: &RequestId| match event {
                 Event::Token { id, .. } | Event::Finished { id, .. } => id == alone,
@@ -59,27 +75,32 @@ impl Recovery {
             (self.limit, self.succeeded) = (self.limit.saturating_mul(2), 0);
             (self.patience, self.has_doubled) = (SUCCESSES.max(self.patience / 2), true);
             self.chunk = self.chunk.saturating_mul(2).min(self.most_chunk);
+            self.drafts = true;
         }
     }
 
     /// It failed. Returns the request that has failed alone for the second time, if there is one. It ends, so that all requests end
     /// even where every pass fails.
     pub fn failed(&mut self) -> Option<RequestId> {
-        let (passing, prompt_tokens) = std::mem::take(&mut self.passing);
-        self.succeeded = 0;
+        let Passing { requests, prompt_tokens, drafts } = std::mem::take(&mut self.passing);
+        (self.succeeded, self.drafts) = (0, false);
         if std::mem::take(&mut self.has_doubled) {
             self.patience = self.patience.saturating_mul(4);
         }
         // None where it failed before it began.
-        if !passing.is_empty() {
-            self.limit = (passing.len() / 2).max(1);
+        if !requests.is_empty() {
+            self.limit = (requests.len() / 2).max(1);
         }
         // With fewer tokens than requests the size of a piece was not the reason.
-        if prompt_tokens > passing.len().max(1) {
+        if prompt_tokens > requests.len().max(1) {
             self.chunk = prompt_tokens / 2;
             return None;
         }
-        let &[alone] = &passing[..] else { return None };
+        // It may pass without them.
+        if drafts {
+            return None;
+        }
+        let &[alone] = &requests[..] else { return None };
         let Some(index) = self.alone.iter().position(|id| *id == alone) else {
             self.alone.push(alone);
             return None;
@@ -147,6 +168,22 @@ mod tests {
             1 + (0..).take_while(|_| !double(&mut recovery)).count()
         };
         assert_eq!([(); 4].map(|()| passes()), [64, 256, 512, 1024]);
+    }
+
+    /// The first failure may be one of its drafts alone.
+    #[test]
+    fn a_step_with_drafts_says_nothing_of_its_request() {
+        let (a, mut recovery) = (RequestId(0), Recovery::new(8));
+        let step = |recovery: &mut Recovery| {
+            recovery.begin_step(vec![a], true);
+            (recovery.failed(), recovery.drafts)
+        };
+        assert_eq!(step(&mut recovery), (None, false));
+        (1..SUCCESSES).for_each(|_| recovery.passed(&[]));
+        assert!(!recovery.drafts);
+        recovery.passed(&[]);
+        assert_eq!((recovery.limit, recovery.drafts), (2, true));
+        assert_eq!([(); 3].map(|()| step(&mut recovery).0), [None, None, Some(a)], "the second and third had none");
     }
 
     #[test]

@@ -87,7 +87,8 @@ impl Stepper {
         cx: &mut Context,
     ) -> Result<()> {
         let waiting = batch.rows.split_off(recovery.limit.min(batch.rows.len()));
-        recovery.begin(batch.ids().collect(), 0);
+        drafter.set_paused(!recovery.drafts);
+        recovery.begin_step(batch.ids().collect(), drafter.may_draft(cx.pool));
         let done = self.decode_batch(batch, drafter, waiting.is_empty(), cx);
         batch.rows.splice(0..0, waiting);
         done
@@ -190,7 +191,7 @@ impl Stepper {
         cx: &mut Context,
     ) -> Result<()> {
         let (start, Some(in_flight)) = (Instant::now(), self.in_flight.take()) else { return Ok(()) };
-        recovery.begin(batch.ids().collect(), 0);
+        recovery.begin_step(batch.ids().collect(), in_flight.depth > 0);
         let accepted = in_flight.accept(true, batch, drafter, cx)?;
         cx.stats.decode.add(accepted, start.elapsed());
         batch.retire(cx)

@@ -15,13 +15,19 @@ use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::rc::Rc;
 
-/// Calls that may fail: an engine makes a snapshot, or reads the tokens of a step.
+/// Calls that may fail: an engine makes a snapshot, reads the tokens of a step, or begins a sequence.
 pub(super) const SNAPSHOT: usize = 0;
 pub(super) const READ: usize = 1;
+pub(super) const BEGIN: usize = 2;
 
 thread_local! {
     /// Of each, how many come before the one that fails; negative: none does.
-    static LEFT: [Cell<isize>; 2] = const { [Cell::new(-1), Cell::new(-1)] };
+    static LEFT: [Cell<isize>; 3] = const { [Cell::new(-1), Cell::new(-1), Cell::new(-1)] };
+}
+
+/// Calls that come before the one that fails.
+pub(super) fn left(kind: usize) -> isize {
+    LEFT.with(|left| left[kind].get())
 }
 
 pub(super) fn fail_after(kind: usize, calls: isize) {
@@ -297,13 +303,15 @@ fn prompts_wait_for_what_they_share() {
     assert!(!prefixes.will_keep(&b, [(&a[..], &[4][..])].into_iter()), "not kept");
     assert_eq!(prefixes.find(&a), None);
     let mut events = vec![];
-    assert!(prefixes.keep(&a[..2], "two", vec![(2, 60)], &mut events).unwrap());
+    prefixes.keep(&a[..2], "two", vec![(2, 60)], &mut events).unwrap();
     assert!(!prefixes.will_keep(&b, [(&a[..], &[2, 4][..])].into_iter()), "it is there");
     assert_eq!(prefixes.find(&b), Some((2, &"two")));
-    assert!(!prefixes.keep(&a[..4], "four", vec![(4, 1 << 20)], &mut events).unwrap(), "more than the budget");
+    prefixes.keep(&a[..4], "four", vec![(4, 1 << 20)], &mut events).unwrap();
+    assert!(matches!(&events[..], [Event::PrefixKept { .. }, Event::PrefixTooLarge { tokens: 4, .. }]), "{events:?}");
     assert_eq!(prefixes.tally(), PrefixTally { reused: 2, asked: 9, hits: 1, misses: 1, bytes: 60 });
     let mut none = Prefixes::new(2, 0, 0).unwrap();
-    assert_eq!((none.keep(&a[..2], 0, vec![(0, 1)], &mut events).unwrap(), none.find(&a)), (true, None));
+    none.keep(&a[..2], 0, vec![(0, 1)], &mut events).unwrap();
+    assert_eq!(none.find(&a), None);
     assert!(!none.will_keep(&b, [(&a[..], &[2][..])].into_iter()));
 }
 
@@ -336,7 +344,7 @@ fn the_last_prompts_stand_for_those_to_come() {
     let mut prefixes = Prefixes::<u8>::new(2, 100, 2).unwrap();
     let none = || [].into_iter();
     assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 5], 0, none()), [4], "its own end");
-    assert_eq!(prefixes.cuts(&[1, 2, 7, 8, 9, 10], 0, none()), [2, 4], "where it leaves the first one");
+    assert_eq!(prefixes.cuts(&[1, 2, 7, 8, 9, 10], 0, none()), [2, 4, 6], "where it leaves the first one, and its end");
     assert_eq!(prefixes.cuts(&[5, 6, 7], 0, none()), [2]);
     assert_eq!(prefixes.cuts(&[1, 2, 3, 4, 6], 0, none()), [2, 4]);
     assert_eq!(prefixes.cuts(&[5, 6, 8, 9, 1], 0, none()), [2, 4]);
@@ -357,6 +365,7 @@ fn what_is_kept_and_dropped_is_reported() {
         let prefixes = events.into_iter().map(|event| match event {
             Event::PrefixKept { tokens } => (true, tokens),
             Event::PrefixDropped { tokens } => (false, tokens),
+            Event::PrefixTooLarge { tokens, bytes } => (false, vec![tokens as u32, bytes as u32]),
             other => panic!("{other:?}"),
         });
         prefixes.collect::<Vec<_>>()
@@ -365,5 +374,6 @@ fn what_is_kept_and_dropped_is_reported() {
     assert_eq!(reported(&[1, 2, 3, 4], 40), [(true, vec![1, 2, 3, 4])]);
     assert_eq!(reported(&[1, 2], 50), [], "in its own place");
     assert_eq!(reported(&[5, 6], 40), [(false, vec![1, 2, 3, 4]), (true, vec![5, 6])]);
-    assert_eq!(reported(&[5, 6], 101), [(false, vec![5, 6])], "too large now");
+    assert_eq!(reported(&[5, 6], 101), [(false, vec![5, 6]), (false, vec![2, 101])], "too large now");
+    assert_eq!(reported(&[5, 6], 101), [], "said once");
 }

@@ -1,7 +1,7 @@
 //! Ranks that are host threads of one process, on the CPU.
 
 use super::Collective;
-use candle_core::{bail, DType, Result, Tensor};
+use candle_core::{DType, Error, Result, Tensor};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// A rank that is a host thread, with tensors on the CPU. When one is dropped, ranks that wait for it get an error.
@@ -61,6 +61,12 @@ impl LocalRank {
     fn exchange(&self, x: &Tensor) -> Result<Vec<Tensor>> {
         let mut exchange = self.shared.lock();
         let number = exchange.number;
+        // Not only where one waits: an input that a rank left behind completes no exchange.
+        let gone =
+            || Error::Msg(format!("rank {}: expected all {} ranks to go on, but one is gone", self.rank, self.size));
+        if exchange.gone {
+            return Err(gone());
+        }
         exchange.inputs[self.rank] = Some(x.clone());
         if exchange.inputs.iter().all(Option::is_some) {
             exchange.results = exchange.inputs.iter_mut().filter_map(Option::take).collect();
@@ -71,7 +77,7 @@ impl LocalRank {
             exchange = self.shared.complete.wait(exchange).unwrap_or_else(PoisonError::into_inner);
         }
         if exchange.number == number {
-            bail!("rank {}: expected all {} ranks to go on, but one is gone", self.rank, self.size)
+            return Err(gone());
         }
         // The next exchange completes, and replaces these, only after this rank has called it.
         Ok(exchange.results.clone())
@@ -109,11 +115,15 @@ impl Collective for LocalRank {
     fn is_lost(&self) -> bool {
         self.shared.lock().gone
     }
+
+    fn leave(&self) {
+        self.shared.lock().gone = true;
+        self.shared.complete.notify_all();
+    }
 }
 
 impl Drop for LocalRank {
     fn drop(&mut self) {
-        self.shared.lock().gone = true;
-        self.shared.complete.notify_all();
+        self.leave();
     }
 }

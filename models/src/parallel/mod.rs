@@ -63,6 +63,9 @@ pub trait Collective: std::fmt::Debug + Send + Sync {
     fn is_lost(&self) -> bool {
         false
     }
+
+    /// This rank makes no further call, as after an error of its own: the calls of the others become errors, those that wait already too.
+    fn leave(&self) {}
 }
 
 /// One of several equal shards.

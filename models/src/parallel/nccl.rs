@@ -111,7 +111,7 @@ struct Communicator {
     /// Made by `comm_init_rank`. NCCL allows calls from any thread, one at a time: they hold `pending`.
     comm: Comm,
     pending: Mutex<Pending>,
-    /// A rank did not answer within the limit, and the communicator was aborted.
+    /// A rank did not answer within the limit or this one left, and the communicator was aborted.
     gone: AtomicBool,
     limit_ms: AtomicU64,
     stream: Arc<CudaStream>,
@@ -141,7 +141,10 @@ impl Communicator {
 
     fn check(&self) -> Result<()> {
         match self.gone.load(Ordering::Acquire) {
-            true => bail!("{OP}: expected all ranks to go on, but one did not come for {:?}", self.limit()),
+            true => bail!(
+                "{OP}: expected all ranks to go on, but one did not come for {:?}, or this one left",
+                self.limit()
+            ),
             false => Ok(()),
         }
     }
@@ -185,14 +188,23 @@ impl Communicator {
                 }
                 Err(_) => blocked.get_or_insert_with(Instant::now).elapsed() > communicator.limit().max(PATIENCE),
             };
-            communicator.gone.store(waits, Ordering::Release);
+            // While no other thread can begin a call.
+            let is_first = waits && communicator.lose();
             drop(free);
-            if waits {
-                return communicator.abort();
+            if is_first {
+                communicator.abort();
+            }
+            if communicator.gone.load(Ordering::Acquire) {
+                return;
             }
         };
         std::thread::Builder::new().name("candle-gdn-nccl".into()).spawn(watch).map_err(Error::wrap)?;
         Ok(())
+    }
+
+    /// No call begins any more. True for the first caller, who then aborts.
+    fn lose(&self) -> bool {
+        !self.gone.swap(true, Ordering::AcqRel)
     }
 
     fn abort(&self) {
@@ -253,7 +265,7 @@ impl NcclRank {
         let (stream, (joins, waits)) = (cuda.cuda_stream(), mpsc::channel());
         let join = move || {
             if let Err(mpsc::SendError(Ok(late))) = joins.send(Communicator::join(id, rank, size, limit, stream)) {
-                late.gone.store(true, Ordering::Release);
+                late.lose();
                 late.abort();
             }
         };
@@ -348,6 +360,15 @@ impl Collective for NcclRank {
 
     fn is_lost(&self) -> bool {
         self.comm.gone.load(Ordering::Acquire)
+    }
+
+    fn leave(&self) {
+        let pending = self.comm.pending();
+        let is_first = self.comm.lose();
+        drop(pending);
+        if is_first {
+            self.comm.abort();
+        }
     }
 }
 

@@ -7,6 +7,9 @@ use candle_gdn_core::device::cuda::{capture as take_turn, is_per_thread};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+/// How often the work of a capture runs before it.
+pub(crate) const RUNS: usize = 2;
+
 /// The launches of `work`, which runs four times: twice as it is, then captured twice. All that it allocates it must free.
 ///
 /// Whatever any thread gives the stream meanwhile would be captured too, and not run. Calls of this crate wait
@@ -33,7 +36,7 @@ pub(crate) fn capture(op: &str, device: &Device, mut work: impl FnMut() -> Resul
     stream.context().synchronize().map_err(Error::wrap)?;
     let _tracking = TrackingOff::new(stream.context());
     let _cached = device.enable_cuda_graph_htod_cache();
-    for _ in 0..2 {
+    for _ in 0..RUNS {
         work()?;
     }
     stream.synchronize().map_err(Error::wrap)?;

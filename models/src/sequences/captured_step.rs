@@ -1,6 +1,6 @@
 //! A captured decode step: its buffers, its graph, and the tokens on their way to the host.
 
-use super::capture::capture;
+use super::capture::{capture, RUNS};
 use super::decode_buffers::StepBuffers;
 use super::pool::{Sequence, SequencePool};
 use super::readback::{Layout, PendingTokens, Readbacks};
@@ -55,7 +55,16 @@ impl ModelGraph {
             bail!("{op}: batch: expected at most {most} rows of this quantised model, got {rows}")
         }
         let device = pool.device.clone();
-        let graph = capture(op, &device, || work(pool))?;
+        let mut runs = 0;
+        let graph = capture(op, &device, || {
+            runs += 1;
+            work(pool)
+        });
+        // The other ranks wait in a run of theirs. Of a capture itself the callers of all ranks learn.
+        if graph.is_err() && (1..=RUNS).contains(&runs) {
+            model.leave();
+        }
+        let graph = graph?;
         model.settle()?; // the runs before the capture
         let group = model.vocabulary.as_ref().map(|vocabulary| vocabulary.group.clone());
         Ok(Self { graph, _group: group, captured_for: (model.id, pool.memory) })
@@ -97,7 +106,7 @@ impl CapturedStep {
         batch: usize,
         draws: Option<(&Sampler, bool)>,
     ) -> Result<Self> {
-        let (buffers, drawing) = {
+        let mut made = || -> Result<_> {
             let _working = pool.working()?;
             let buffers = StepBuffers::new(model, pool, batch, draws)?;
             let drawing = |(sampler, logprobs): (&Sampler, bool)| -> Result<Drawing> {
@@ -105,8 +114,10 @@ impl CapturedStep {
                 Ok(Drawing { sampler: sampler.clone(), logprobs, readbacks })
             };
             let drawing = draws.map(drawing).transpose()?;
-            (buffers, drawing)
+            Ok((buffers, drawing))
         };
+        // Before the ranks run together.
+        let (buffers, drawing) = model.agree(made())?;
         let graph = ModelGraph::new(OP, model, pool, batch, |pool| buffers.run(model, pool))?;
         Ok(Self { batch, graph, buffers, drawing })
     }

@@ -6,9 +6,10 @@ use super::fingerprint::hash_tokens;
 use super::kv_segment::KvSegment;
 use super::pool::{Entry, LayerSlots, Sequence, SequencePool};
 use crate::drafting::head_state::HeadState;
-use candle_core::{bail, Result};
+use candle_core::{bail, Result, Tensor};
 use candle_gdn::GdnState;
 use candle_gdn_core::LastThread;
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 const OP: &str = "SequencePool";
@@ -17,7 +18,7 @@ const OP: &str = "SequencePool";
 /// any pool of the model, any number of times.
 ///
 /// The states of the Gated DeltaNet layers are its own. Keys and values lie in segments that snapshots of one sequence share:
-/// a further snapshot copies only the tokens after the last segment that still exists.
+/// a further snapshot copies only the tokens after the last segment that still exists. One that comes from the host stays there.
 #[derive(Debug)]
 pub struct SequenceSnapshot {
     model: usize,
@@ -33,6 +34,8 @@ pub struct SequenceSnapshot {
     segments: Vec<Arc<KvSegment>>,
     /// That of each softmax layer.
     windows: Vec<Option<usize>>,
+    /// In the place of states and segments: what [`to_host`](Self::to_host) returns.
+    host: Option<HashMap<String, Tensor>>,
 }
 
 impl SequenceSnapshot {
@@ -112,7 +115,7 @@ impl SequencePool {
             LayerSlots::Linear(_) => None,
         });
         let windows = windows.collect();
-        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments, windows })
+        Ok(SequenceSnapshot { model, model_hash, len, hash, states, head, segments, windows, host: None })
     }
 
     /// The sequence goes on from the snapshot, whatever it was fed before, also where a failed pass broke it.
@@ -134,12 +137,9 @@ impl SequencePool {
         }
         let _working = self.working()?;
         self.begin_write(&[slot]);
-        let state = self.entries[slot].state;
-        let mut states = snapshot.states.iter();
-        for layer in &mut self.layers {
-            let LayerSlots::Linear(dst) = layer else { continue };
-            let Some(src) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
-            dst.restore(state, src)?;
+        match &snapshot.host {
+            Some(host) => self.upload(slot, snapshot.len, host)?,
+            None => self.restore_states(slot, snapshot)?,
         }
         let mut place = 0;
         for segment in &snapshot.segments {
@@ -165,6 +165,16 @@ impl SequencePool {
         (entry.len, entry.hash) = (snapshot.len, snapshot.hash);
         entry.segments = Mutex::new(snapshot.segments.iter().map(Arc::downgrade).collect());
         self.end_write(&[slot], &[0]);
+        Ok(())
+    }
+
+    fn restore_states(&mut self, slot: usize, snapshot: &SequenceSnapshot) -> Result<()> {
+        let (state, mut states) = (self.entries[slot].state, snapshot.states.iter());
+        for layer in &mut self.layers {
+            let LayerSlots::Linear(dst) = layer else { continue };
+            let Some(src) = states.next() else { bail!("{OP}: restore: snapshot: expected all layers") };
+            dst.restore(state, src)?;
+        }
         Ok(())
     }
 

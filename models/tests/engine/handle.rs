@@ -8,6 +8,7 @@ use candle_gdn_models::{
 };
 use std::future::Future;
 use std::pin::pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 use std::task::{Poll, Wake};
@@ -136,6 +137,42 @@ fn requests_that_nobody_waits_for_are_cancelled() -> Result<()> {
         assert!(if chunk == 1 { fed <= 153 } else { fed <= 300 }, "{fed}");
         assert!(seen.progress.stats.decode.tokens <= 4, "{:?}", seen.progress.stats);
     }
+    Ok(())
+}
+
+/// Messages that never cease to come: each sends the next one while it is answered. A completion goes on nevertheless.
+#[test]
+fn a_flood_of_messages_does_not_stop_completions() -> Result<()> {
+    fn flood(handle: &EngineHandle, left: &Arc<AtomicUsize>) {
+        if left.fetch_sub(1, Ordering::SeqCst) > 1 {
+            let (next, left) = (handle.clone(), left.clone());
+            drop(handle.send(Submission {
+                request: Box::new(move |_| {
+                    flood(&next, &left);
+                    candle_core::bail!("nothing to do")
+                }),
+                answer: Box::new(|_| true),
+                events: Box::new(|_| true),
+            }));
+        }
+    }
+    let (model, (handle, messages), left) = (model()?, EngineHandle::new(), Arc::new(AtomicUsize::new(20_000)));
+    let (seen, at_end) = (left.clone(), Arc::new(AtomicUsize::new(0)));
+    let end = at_end.clone();
+    handle.send(Submission {
+        request: Box::new(|_| Ok(request(0))),
+        answer: Box::new(|id| id.is_ok()),
+        events: Box::new(move |events| {
+            if matches!(events.last(), Some(Event::Finished { .. })) {
+                end.store(seen.load(Ordering::SeqCst), Ordering::SeqCst);
+            }
+            true
+        }),
+    })?;
+    flood(&handle, &left);
+    drop(handle);
+    messages.drive(Engine::new(&model, EngineOptions::new(1, 200))?, Followers::default(), ())?;
+    assert!(at_end.load(Ordering::SeqCst) > 10_000, "messages that came after the end: {at_end:?}");
     Ok(())
 }
 

@@ -69,6 +69,21 @@ fn prompts_one_after_the_other_share_beginnings() -> Result<()> {
     Ok(())
 }
 
+/// A prompt that ends with a block is kept whole, for a longer one; of the same prompt the last token is fed.
+#[test]
+fn a_prompt_of_whole_blocks_is_kept_whole() -> Result<()> {
+    let model = model()?;
+    let options = EngineOptions { prefix_cache: 1 << 24, prefix_recent: 1, ..EngineOptions::new(1, 200) };
+    let mut engine = Engine::new(&model, options)?;
+    let prompt = |len: u32| (0..len).map(|i| 7 * i % 500).collect::<Vec<_>>();
+    for (len, reused) in [(128, 0), (138, 128), (128, 128 + 64)] {
+        let id = engine.submit(Request::new(prompt(len), 5))?;
+        assert_eq!(finish(&mut engine)?.remove(id).tokens, alone(&model, Request::new(prompt(len), 5))?, "{len}");
+        assert_eq!(engine.stats().prefixes.reused, reused, "{len}");
+    }
+    Ok(())
+}
+
 #[test]
 fn cancelling_frees_the_slot() -> Result<()> {
     let model = model()?;
@@ -100,11 +115,10 @@ fn what_can_never_fit_is_refused() -> Result<()> {
     refused(Request::new(vec![1024], 1), &["vocab_size (1024)", "got 1024"]);
     let cold = Sampling { temperature: -1., ..Sampling::default() };
     refused(Request { sampling: cold, ..Request::new(vec![1], 1) }, &["temperature", "at least 0, got -1"]);
-    // The last token drawn has no position, as it is not fed.
-    for len in [20, 18] {
+    for len in [20, 19, 18] {
         let last = engine.submit(Request::new(vec![1; len], 9))?;
         let last = finish(&mut engine)?.remove(last);
-        assert_eq!((last.tokens.len(), last.end), (21 - len, Some(FinishReason::MaxLen)));
+        assert_eq!((last.tokens.len(), last.end), (20 - len, Some(FinishReason::MaxLen)));
     }
     for (options, says) in [
         (
@@ -139,6 +153,19 @@ fn requests_wait_only_where_no_sequence_is_free() -> Result<()> {
     Ok(())
 }
 
+/// One of no tokens, which has no keys and values.
+#[test]
+fn an_empty_snapshot_comes_back_from_the_host() -> Result<()> {
+    let model = model()?;
+    let mut pool = model.new_sequences(1, 20)?;
+    let s = pool.begin()?;
+    let empty = model.snapshot_from_host(0, &pool.snapshot(s)?.to_host()?)?;
+    let want = model.feed(&mut pool, &[(s, PROMPTS[0])])?.to_vec2::<f32>()?;
+    pool.restore(s, &empty)?;
+    assert_eq!((pool.len(s)?, model.feed(&mut pool, &[(s, PROMPTS[0])])?.to_vec2::<f32>()?), (0, want));
+    Ok(())
+}
+
 #[test]
 fn a_snapshot_continues_the_sequence() -> Result<()> {
     let model = model()?;
@@ -170,6 +197,9 @@ fn a_snapshot_continues_the_sequence() -> Result<()> {
             .chain([("fingerprint".to_string(), Tensor::new(&[fingerprint[0] + 1, fingerprint[1]], &Device::Cpu)?)]);
         let wrong = model.snapshot_from_host(len, &changed.collect()).unwrap_err().to_string();
         assert!(wrong.contains("fingerprint: expected one of this model"), "{wrong}");
+        // It waits there until it is restored.
+        let there = &snapshots[snapshots.len() - 1];
+        assert_eq!((there.size_in_bytes(), there.to_host()?.len()), (0, on_host.len()));
         on_host.remove("conv.1");
         assert!(model.snapshot_from_host(len, &on_host).unwrap_err().to_string().contains("conv.1"));
     }

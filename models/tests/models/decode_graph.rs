@@ -3,9 +3,13 @@
 use crate::faults::Faulty;
 use crate::golden::{argmax, DEMO};
 use crate::sequences::{assert_near, model, on_each, tokens, want};
+use crate::serving::Completions;
 use crate::support::{devices, gpus, refused, rel_rms, single_stream_devices, Rng};
 use candle_core::{DType, Device, Result};
-use candle_gdn_models::{shard_of, CausalLm, Collective, DecodeGraph, DraftHeadChoice, Sequence, SequencePool};
+use candle_gdn_models::{
+    shard_of, CausalLm, Collective, DecodeGraph, DraftDepth, DraftHeadChoice, Engine, EngineOptions, GraphChoice,
+    Request, Sequence, SequencePool,
+};
 use std::sync::Arc;
 
 #[test]
@@ -179,6 +183,46 @@ fn a_step_that_fails_advances_no_sequence() -> Result<()> {
         pool.restore(s, &snapshot)?;
         let logits = graph.step(&model, &mut pool, &[(s, 4)])?.squeeze(0)?.to_vec1()?;
         assert_near(&logits, &want(&model, &[1, 2, 3, 4])?, "restored");
+    }
+    Ok(())
+}
+
+/// Whichever launch fails, also of a step ahead that the device runs all the same: the engine draws the same tokens.
+#[test]
+fn a_speculative_step_that_fails_is_made_again() -> Result<()> {
+    for device in &gpus(single_stream_devices()) {
+        let (config, group) = (DEMO.config()?, Faulty::new(None));
+        let (weights, rank) = (shard_of(DEMO.weights(DType::F32, device)?, &config, &*group)?, group.clone());
+        let loader = CausalLm::loader(&config).group(rank as Arc<dyn Collective>);
+        let model = loader.draft_head(DraftHeadChoice::On).load(weights)?;
+        let run = |calls: isize| -> Result<_> {
+            let depth = if calls < -1 { 0 } else { 2 };
+            let options = EngineOptions {
+                draft_depth: DraftDepth::Fixed(depth),
+                cuda_graph: GraphChoice::On,
+                ..EngineOptions::new(1, 128)
+            };
+            let mut engine = Engine::new(&model, options)?;
+            let id = engine.submit(Request::new(vec![3, 1, 4, 1, 5], 40))?;
+            // The prompt makes calls of its own.
+            let mut all = Completions::default();
+            engine.step()?.into_iter().for_each(|event| all.add(event));
+            group.after(calls, false);
+            while !engine.is_idle() {
+                engine.step()?.into_iter().for_each(|event| all.add(event));
+            }
+            let has_failed = group.disarm();
+            Ok((all.remove(id), has_failed && calls >= 0))
+        };
+        let (want, _) = run(-2)?;
+        for calls in 0.. {
+            let (got, has_failed) = run(calls)?;
+            assert_eq!(got, want, "call {calls}");
+            if !has_failed {
+                assert!(calls > 8, "{calls}");
+                break;
+            }
+        }
     }
     Ok(())
 }

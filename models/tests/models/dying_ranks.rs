@@ -100,6 +100,50 @@ fn an_engine_ends_with_its_group() -> Result<()> {
     Ok(())
 }
 
+/// Whichever call of the second rank fails, while it and its thread stay: both engines end, or all requests do.
+#[test]
+fn a_rank_whose_pass_fails_ends_all() -> Result<()> {
+    let (tiny, limit) = (four_heads(), Duration::from_secs(30));
+    for calls in (0..).step_by(3) {
+        let mut ranks = LocalRank::group(2);
+        let (second, first) =
+            (Faulty::new(ranks.pop().map(|rank| Arc::new(rank) as Arc<dyn Collective>)), ranks.remove(0));
+        let ((handle, messages), (leads, mut follows)) = (EngineHandle::new(), Followers::new(1));
+        let ((done, ends), follower) = (mpsc::channel(), follows.pop().expect("a follower"));
+        let (faulty, model, sender) = (second.clone(), tiny.clone(), done.clone());
+        std::thread::spawn(move || {
+            let run = || {
+                let mut engine = Engine::new(parts_of(&model, faulty.clone())?, EngineOptions::new(2, 64))?;
+                faulty.after(calls, false);
+                follower.follow(&mut engine)
+            };
+            sender.send(run().map_err(|e| e.to_string()))
+        });
+        let model = tiny.clone();
+        std::thread::spawn(move || {
+            let engine =
+                parts_of(&model, Arc::new(first)).and_then(|part| Engine::new(part, EngineOptions::new(2, 64)));
+            done.send(engine.and_then(|engine| messages.drive(engine, leads, ())).map_err(|e| e.to_string()))
+        });
+        for n in 0..3 {
+            drop(handle.send(Submission {
+                request: Box::new(move |_| Ok(Request::new(vec![3 + n, 1, 4], 3))),
+                answer: Box::new(|id| id.is_ok()),
+                events: Box::new(|_| true),
+            }));
+        }
+        drop(handle);
+        let ends = [(); 2].map(|()| ends.recv_timeout(limit).unwrap_or_else(|_| panic!("call {calls}: a rank waits")));
+        if !second.disarm() {
+            assert!(calls > 60 && ends.iter().all(|end| end.is_ok()), "{calls}: {ends:?}");
+            break;
+        }
+        let said = |what: &str| ends.iter().any(|end| end.as_ref().is_err_and(|why| why.contains(what)));
+        assert!(said("a fault on purpose") && (said("one is gone") || said("one has ended")), "call {calls}: {ends:?}");
+    }
+    Ok(())
+}
+
 #[cfg(feature = "nccl")]
 mod gpus {
     use super::*;

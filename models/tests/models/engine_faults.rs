@@ -11,10 +11,9 @@ fn numbers(n: u32, len: u32) -> Vec<u32> {
     (0..len).map(|i| (5 * i + n) % 30).collect()
 }
 
-/// Whichever call fails, a prompt that resumes and its completion begin again behind their snapshot, and what was made of the prompt is
-/// made once.
+/// Whichever call fails, a prompt that resumes and its completion begin again, and what was made of the prompt is made once.
 #[test]
-fn what_resumes_begins_again_behind_its_snapshot() -> Result<()> {
+fn what_resumes_begins_again() -> Result<()> {
     let group = Faulty::new(None);
     let model = model(&Device::Cpu, &group)?;
     let mut pool = model.new_sequences(1, 64)?;
@@ -111,6 +110,34 @@ fn prompts_are_fed_in_the_pieces_that_there_is_memory_for() -> Result<()> {
     assert!(want.iter().all(|end| end.end == Some(FinishReason::MaxNewTokens)));
     for rows in [40, 6, 3, 1] {
         assert_eq!(run(rows)?, want, "at most {rows} tokens a pass");
+    }
+    Ok(())
+}
+
+/// There is memory for passes of one token, with which its drafts do not fit: from the start, or once it has begun.
+#[test]
+fn a_request_outlives_its_drafts() -> Result<()> {
+    let group = Faulty::new(None);
+    let model = model(&Device::Cpu, &group)?;
+    let run = |draft: usize, short_from: usize| -> Result<_> {
+        let mut engine = Engine::new(&model, EngineOptions { draft, ..EngineOptions::new(1, 64) })?;
+        let id = engine.submit(Request::new(vec![5, 6, 5, 6], 30))?;
+        let mut all = Completions::default();
+        for step in 0.. {
+            if step == short_from {
+                group.rows.store(1, Ordering::SeqCst);
+            }
+            engine.step()?.into_iter().for_each(|event| all.add(event));
+            if engine.is_idle() {
+                break;
+            }
+        }
+        group.rows.store(usize::MAX, Ordering::SeqCst);
+        Ok(all.remove(id))
+    };
+    let want = run(0, usize::MAX)?;
+    for short_from in [0, 1] {
+        assert_eq!(run(4, short_from)?, want, "from step {short_from}");
     }
     Ok(())
 }

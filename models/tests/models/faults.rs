@@ -85,6 +85,14 @@ impl Collective for Faulty {
         self.call()?;
         self.rank.as_ref().map_or(Ok(()), |rank| rank.settle())
     }
+
+    fn is_lost(&self) -> bool {
+        self.rank.as_ref().is_some_and(|rank| rank.is_lost())
+    }
+
+    fn leave(&self) {
+        self.rank.iter().for_each(|rank| rank.leave());
+    }
 }
 
 /// A model whose passes call `group`.

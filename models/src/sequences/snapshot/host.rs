@@ -3,9 +3,9 @@
 use super::{KvSegment, SequenceSnapshot};
 use crate::causal_lm::CausalLm;
 use crate::sequences::fingerprint::hash_model;
-use candle_core::{bail, Device, Result, Tensor};
-use candle_gdn::GdnState;
-use candle_gdn_core::{LastThread, Working};
+use crate::sequences::pool::{LayerSlots, SequencePool};
+use candle_core::{bail, DType, Device, Result, Tensor};
+use candle_gdn_core::Working;
 use std::collections::HashMap;
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ const OP: &str = "SequenceSnapshot";
 
 impl SequenceSnapshot {
     /// Copies on the host, by name: `conv.{i}` and `recurrent.{i}` of Gated DeltaNet layer `i`, shaped as in
-    /// [`GdnState`], `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`, with a window of its last tokens; and `fingerprint`, i64 `[2]`: a hash of
+    /// [`GdnState`](candle_gdn::GdnState), `k.{i}` and `v.{i}` of softmax layer `i`, `[1, kv_heads, tokens, head_dim]`, with a window of its last tokens; and `fingerprint`, i64 `[2]`: a hash of
     /// the model's configuration and dtype, and one of the tokens.
     ///
     /// # Errors
@@ -21,6 +21,9 @@ impl SequenceSnapshot {
     pub fn to_host(&self) -> Result<HashMap<String, Tensor>> {
         if self.head.is_some() {
             bail!("{OP}: to_host: expected one without a draft head's state")
+        }
+        if let Some(host) = &self.host {
+            return Ok(host.clone());
         }
         let fingerprint = [self.model_hash as i64, self.hash as i64];
         let mut tensors = HashMap::from([("fingerprint".to_string(), Tensor::new(&fingerprint, &Device::Cpu)?)]);
@@ -49,7 +52,7 @@ impl SequenceSnapshot {
 
 impl CausalLm {
     /// The snapshot of a sequence of `len` tokens whose [`SequenceSnapshot::to_host`] this is, by this model loaded elsewhere
-    /// with the same dtype.
+    /// with the same dtype. It stays on the host until [`SequencePool::restore`].
     ///
     /// # Errors
     /// When a tensor is missing, or has another shape or dtype than here, the fingerprint is of another model, this model has a draft
@@ -58,44 +61,74 @@ impl CausalLm {
         if self.has_draft_head() {
             bail!("{OP}: snapshot_from_host: expected a model without a draft head")
         }
-        let _working = Working::new(&self.device);
-        let named = |name: String| match tensors.get(&name) {
-            Some(tensor) => Ok(tensor),
-            None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
-        };
         let model_hash = hash_model(&self.config, self.dtype);
-        let hash = match named("fingerprint".into())?.to_vec1::<i64>()?[..] {
+        let (mut host, fingerprint) = (HashMap::new(), "fingerprint".to_string());
+        let hash = match named(tensors, &fingerprint)?.to_vec1::<i64>()?[..] {
             [model, tokens] if model as u64 == model_hash => tokens as u64,
             _ => bail!("{OP}: snapshot_from_host: fingerprint: expected one of this model's configuration and dtype"),
         };
-        let put = |dst: &Tensor, name: String| {
-            let src = named(name.clone())?;
-            if src.dims() != dst.dims() || src.dtype() != dst.dtype() {
-                let (want, got) = ((dst.dtype(), dst.dims()), (src.dtype(), src.dims()));
+        host.insert(fingerprint.clone(), named(tensors, &fingerprint)?.clone());
+        let mut keep = |name: String, dtype: DType, dims: &[usize]| {
+            let src = named(tensors, &name)?;
+            if src.dims() != dims || src.dtype() != dtype {
+                let (want, got) = ((dtype, dims), (src.dtype(), src.dims()));
                 bail!("{OP}: snapshot_from_host: {name}: expected {want:?}, got {got:?}")
             }
-            dst.slice_set(&src.to_device(&self.device)?, 0, 0)
+            host.insert(name, src.to_device(&Device::Cpu)?);
+            Ok(())
         };
-        let state = |(i, gdn): (usize, &candle_gdn::GatedDeltaNet)| -> Result<GdnState> {
-            let state = gdn.new_state(1)?;
-            put(state.conv(), format!("conv.{i}"))?;
-            put(state.recurrent(), format!("recurrent.{i}"))?;
-            Ok(state)
+        {
+            let _working = Working::new(&self.device);
+            for (i, gdn) in self.gated_delta_nets().enumerate() {
+                let state = gdn.new_state(1)?;
+                for (name, like) in [("conv", state.conv()), ("recurrent", state.recurrent())] {
+                    keep(format!("{name}.{i}"), like.dtype(), like.dims())?;
+                }
+            }
+        }
+        let (shape, windows) = (self.cache_shape(len), self.attention_windows().collect::<Vec<_>>());
+        for (i, window) in windows.iter().enumerate().filter(|_| len > 0) {
+            let tokens = window.map_or(len, |window| window.min(len));
+            for name in ["k", "v"] {
+                keep(format!("{name}.{i}"), shape.dtype, &[1, shape.kv_heads, tokens, shape.head_dim])?;
+            }
+        }
+        let (states, segments, host) = (Vec::new(), Vec::new(), Some(host));
+        Ok(SequenceSnapshot { model: self.id, model_hash, len, hash, states, head: None, segments, windows, host })
+    }
+}
+
+impl SequencePool {
+    /// Copies a snapshot on the host to a slot, layer by layer, so that the device holds the copy of one at a time.
+    pub(super) fn upload(&mut self, slot: usize, len: usize, host: &HashMap<String, Tensor>) -> Result<()> {
+        let (state, device, mut linear, mut full) = (self.entries[slot].state, self.device.clone(), 0.., 0..);
+        let on_device = |name: &str, i: Option<usize>| {
+            named(host, &format!("{name}.{}", i.unwrap_or_default()))?.to_device(&device)
         };
-        let states = self.gated_delta_nets().enumerate().map(state).collect::<Result<Vec<_>>>()?;
-        let shape = self.cache_shape(len);
-        let windows: Vec<_> = self.attention_windows().collect();
-        let layer = |(i, window): (usize, &Option<usize>)| -> Result<[Tensor; 2]> {
-            let dims = (1, shape.kv_heads, window.map_or(len, |window| window.min(len)), shape.head_dim);
-            let zeros = || Tensor::zeros(dims, shape.dtype, &self.device);
-            let (k, v) = (zeros()?, zeros()?);
-            put(&k, format!("k.{i}"))?;
-            put(&v, format!("v.{i}"))?;
-            Ok([k, v])
-        };
-        let layers = windows.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
-        let segment = KvSegment { end: len, layers, head_end: 0, head: None, thread: LastThread::default() };
-        let segments = if segment.layers.is_empty() { Vec::new() } else { vec![Arc::new(segment)] };
-        Ok(SequenceSnapshot { model: self.id, model_hash, len, hash, states, head: None, segments, windows })
+        for layer in &mut self.layers {
+            match layer {
+                LayerSlots::Linear(states) => {
+                    let i = linear.next();
+                    states.zero(state)?;
+                    let copy = states.snapshot(state)?;
+                    copy.conv().slice_set(&on_device("conv", i)?, 0, 0)?;
+                    copy.recurrent().slice_set(&on_device("recurrent", i)?, 0, 0)?;
+                    states.restore(state, &copy)?;
+                }
+                LayerSlots::Full(_) if len == 0 => {}
+                LayerSlots::Full(kv) => {
+                    let i = full.next();
+                    kv.write(slot, len, [&on_device("k", i)?, &on_device("v", i)?])?;
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+fn named<'a>(tensors: &'a HashMap<String, Tensor>, name: &str) -> Result<&'a Tensor> {
+    match tensors.get(name) {
+        Some(tensor) => Ok(tensor),
+        None => bail!("{OP}: snapshot_from_host: expected a tensor {name}"),
     }
 }
