@@ -7,11 +7,13 @@ use crate::fingerprint::{Fingerprint, ModelFingerprint};
 use crate::transfer::State;
 use crate::Args;
 use anyhow::{anyhow, Context, Result};
+use candle_core::Tensor;
 use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use candle_gdn_models::{
     CausalLm, DraftHeadChoice, Engine, EngineHandle, EngineMessages, EngineOptions, Event, FinishReason, Followers,
     Logprobs, ModelConfig, Observer, Progress, Request, Submission,
 };
+use dynamo_backend_common::DisaggregationMode;
 use std::panic::{catch_unwind, AssertUnwindSafe};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -215,7 +217,8 @@ fn load(
             max_len: options.max_len,
             least_len: 1024.min(options.max_len),
             draft: serve.draft,
-            snapshots: 0,
+            // A state on its way to or from the host.
+            snapshots: usize::from(args.dynamo.disaggregation_mode != DisaggregationMode::Aggregated),
             cache: options.prefix_cache,
             prefixes: usize::MAX,
             draft_head,
@@ -225,14 +228,22 @@ fn load(
     let mut draft_head = draft_head;
     // Nobody who did not ask for the head goes without the rest for it.
     if draft_head && serve.mtp == DraftHeadChoice::Auto {
-        draft_head = rank.pace.agree(u8::from(need(true)?.fits(&rank.device))) == 1;
+        draft_head = on_all(rank, need(true)?.fits(&rank.device))?;
     }
     need(draft_head)?.check(rank)?;
     let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;
     Ok((model, options))
 }
 
-/// The request, which goes on from the state if that is of use.
+/// Whether it holds on every rank: they must go on alike.
+fn on_all(rank: &Rank, own: bool) -> Result<bool> {
+    let Some(group) = &rank.group else { return Ok(own) };
+    let count = Tensor::new(&[if own { 1f32 } else { 0. }], &rank.device)?;
+    let count = group.all_reduce(&count)?.to_vec1::<f32>()?[0];
+    Ok(count as usize == group.size())
+}
+
+/// The request, which goes on from the state if that is of use. The state stays on the host until the request is admitted.
 fn resuming(model: &CausalLm, request: Request, state: Option<State>, fingerprint: &ModelFingerprint) -> Request {
     let Some(state) = state.filter(|state| state.tokens < request.tokens.len()) else { return request };
     match state.snapshot(model, &fingerprint.after(&request.tokens[..state.tokens])) {

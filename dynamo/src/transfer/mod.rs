@@ -45,7 +45,7 @@ impl State {
         Ok(Self { tokens: snapshot.len(), bytes })
     }
 
-    /// What a sequence of `model` goes on from; on the thread of the engine.
+    /// What a sequence of `model` goes on from, on the host; on the thread of the engine.
     ///
     /// # Errors
     /// When its fingerprint is another one, or the device refuses.
