@@ -23,6 +23,10 @@ pub struct Fp8Config {
     /// Modules whose weights are not in fp8: names, names with `*`, or regular expressions after `re:`.
     pub modules_to_not_convert: Vec<String>,
     patterns: Vec<Regex>,
+    /// Regular expressions of Python that are none here, as with look-around. Which modules they match is not known.
+    unknown: Vec<String>,
+    /// Whether each row has a scale, as far as the configuration says it.
+    scale_per_row: bool,
 }
 
 impl PartialEq for Fp8Config {
@@ -32,18 +36,40 @@ impl PartialEq for Fp8Config {
 }
 
 impl Fp8Config {
-    pub(crate) fn new(weight_block_size: Option<[usize; 2]>, modules_to_not_convert: Vec<String>) -> Result<Self> {
+    pub(crate) fn new(weight_block_size: Option<[usize; 2]>, modules_to_not_convert: Vec<String>) -> Self {
         let pattern = |listed: &String| match listed.strip_prefix("re:") {
             Some(pattern) => Some(format!("^(?:{pattern})")),
             None if listed.contains('*') => Some(format!("^{}$", regex::escape(listed).replace(r"\*", ".*"))),
             None => None,
         };
-        let compile = |listed: String| match Regex::new(&listed) {
-            Ok(pattern) => Ok(pattern),
-            Err(e) => bail!("config: `quantization_config`: expected a regular expression, got {listed:?}: {e}"),
-        };
-        let patterns = modules_to_not_convert.iter().filter_map(pattern).map(compile).collect::<Result<_>>()?;
-        Ok(Self { weight_block_size, modules_to_not_convert, patterns })
+        let (mut patterns, mut unknown) = (Vec::new(), Vec::new());
+        for listed in &modules_to_not_convert {
+            match pattern(listed).map(|pattern| Regex::new(&pattern)) {
+                Some(Ok(pattern)) => patterns.push(pattern),
+                Some(Err(_)) => unknown.push(listed.clone()),
+                None => {}
+            }
+        }
+        Self { weight_block_size, modules_to_not_convert, patterns, unknown, scale_per_row: false }
+    }
+
+    /// The same with a scale for each row, or for blocks or whole matrices.
+    fn with_scale_per_row(self, scale_per_row: bool) -> Self {
+        Self { scale_per_row, ..self }
+    }
+
+    /// Rows of the blocks that share their scales on CUDA: a power of two up to 128.
+    pub(crate) fn block_rows(&self) -> usize {
+        match self.weight_block_size {
+            Some([rows, _]) => 1 << rows.trailing_zeros().min(7),
+            None if self.scale_per_row => 1,
+            None => 128,
+        }
+    }
+
+    /// Patterns of which it is not known what they match.
+    pub(crate) fn unknown_patterns(&self) -> &[String] {
+        &self.unknown
     }
 
     /// Whether the weight of a projection is in fp8; false for gates and embeddings, which are never listed.
@@ -83,8 +109,20 @@ impl ModelConfig {
 
 /// `quantization_config`: of its methods, fp8.
 pub(super) fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
+    for key in ["quantization_config", "quantization"] {
+        let Ok(Some(q)) = f.object(key) else { continue };
+        // MLX names no method.
+        if let (None, Some(bits), Some(_)) = (q.get("quant_method"), q.get("bits"), q.get("group_size")) {
+            let key = f.name(key);
+            bail!(
+                "config: `{key}`: expected weights in f32, bf16, f16 or fp8, got MLX's format of {bits} bits: of such models the \
+                 original checkpoint with --quantize, or a GGUF file, is as small"
+            )
+        }
+    }
     let Some(q) = f.object("quantization_config")? else { return Ok(None) };
-    match q.str("quant_method")? {
+    let method = q.str("quant_method")?;
+    match method {
         "fp8" | "fbgemm_fp8" => {}
         "modelopt" => return modelopt(&q).map(Some),
         "compressed-tensors" => return compressed(&q).map(Some),
@@ -104,7 +142,7 @@ pub(super) fn fp8(f: &Fields) -> Result<Option<Fp8Config>> {
         (_, &[rows, columns]) => Some([rows, columns]),
         (Some(got), _) => return q.wrong("weight_block_size", "two positive integers", got),
     };
-    Fp8Config::new(block, listed(&q)?).map(Some)
+    Ok(Some(Fp8Config::new(block, listed(&q)?).with_scale_per_row(method == "fbgemm_fp8")))
 }
 
 fn modelopt(q: &Fields) -> Result<Fp8Config> {
@@ -112,7 +150,7 @@ fn modelopt(q: &Fields) -> Result<Fp8Config> {
     if !OF_MODELOPT.contains(&algo) {
         return q.wrong("quant_algo", &format!("one of {}", OF_MODELOPT.join(", ")), &algo.into());
     }
-    Fp8Config::new(None, listed(q)?)
+    Ok(Fp8Config::new(None, listed(q)?).with_scale_per_row(algo == "FP8_PER_CHANNEL_PER_TOKEN"))
 }
 
 /// Weights in fp8 in all groups; how activations would be rounded does not matter.
@@ -122,17 +160,19 @@ fn compressed(q: &Fields) -> Result<Fp8Config> {
         Some(other) => return q.wrong("format", "\"float-quantized\"", &other.into()),
     }
     let groups = q.required("config_groups", "an object", q.object("config_groups")?)?;
+    let mut scale_per_row = false;
     for (name, _) in groups.entries() {
         let Some(weights) = groups.object(name)?.map(|group| group.object("weights")).transpose()?.flatten() else {
             continue;
         };
+        scale_per_row |= weights.opt_str("strategy")? == Some("channel");
         match (weights.str("type")?, weights.count("num_bits")?) {
             ("float", 8) => {}
             ("float", bits) => return weights.wrong("num_bits", "8", &bits.into()),
             (other, _) => return weights.wrong("type", "\"float\"", &other.into()),
         }
     }
-    Fp8Config::new(None, listed(q)?)
+    Ok(Fp8Config::new(None, listed(q)?).with_scale_per_row(scale_per_row))
 }
 
 fn listed(q: &Fields) -> Result<Vec<String>> {

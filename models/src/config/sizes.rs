@@ -32,8 +32,11 @@ pub(super) fn complete(config: &mut Value, published: &Published, shape: &Shapes
         text => text + ".",
     };
     let mut sizes = Sizes { published, names: LayerNames::of(published.family), text, shape, prefix, layers: 0 };
-    let is_layer =
-        |i: &usize| sizes.names.all_norms().any(|norm| sizes.find(&format!("layers.{i}.{norm}.weight")).is_some());
+    let is_layer = |i: &usize| {
+        let has = |weight: &str| sizes.find(&format!("layers.{i}.{weight}.weight")).is_some();
+        // Other families' draft heads count on from the last layer.
+        sizes.names.all_norms().any(has) && !["eh_proj", "enorm", "hnorm"].into_iter().any(has)
+    };
     sizes.layers = (0..super::parse::MAX_LAYERS).take_while(is_layer).count();
     sizes.complete()
 }
@@ -85,8 +88,16 @@ impl Sizes<'_> {
                 rows.is_multiple_of(unit).then(|| rows / unit)
             }
         };
-        if self.given("num_hidden_layers").is_none() && self.layers > 0 {
-            self.text.insert("num_hidden_layers".into(), self.layers.into());
+        match self.given("num_hidden_layers") {
+            None if self.layers > 0 => drop(self.text.insert("num_hidden_layers".into(), self.layers.into())),
+            // Fewer are told by the weights that are missing.
+            Some(given) if given < self.layers => {
+                bail!(
+                    "config: `num_hidden_layers`: expected {}, as many layers as the files have, got {given}",
+                    self.layers
+                )
+            }
+            _ => {}
         }
         self.is("vocab_size", self.find("embed_tokens.weight"), first)?;
         self.is("hidden_size", self.find("embed_tokens.weight"), last)?;

@@ -207,9 +207,12 @@ impl SimpleBackend for Fp8<'_> {
         self.check_alone(name)?;
         let Some(scale) = self.scale_of(name) else {
             if !self.may_be_plain(name) {
+                let unknown = self.config.as_ref().map_or(&[][..], Fp8Config::unknown_patterns);
+                let but = if unknown.is_empty() { "" } else { ", of which some are no regular expressions here: " };
                 bail!(
                     "cannot find tensor {name}_scale_inv: the checkpoint is in fp8, and `{name}` is not among its \
-                     `modules_to_not_convert`"
+                     `modules_to_not_convert`{but}{}",
+                    unknown.join(", ")
                 )
             }
             let vb = self.vb.clone().set_device(device.clone());

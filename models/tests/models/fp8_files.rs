@@ -91,6 +91,10 @@ fn fp8_without_its_scales_is_refused() -> Result<()> {
         misshapen.weights.insert(scale.clone(), Tensor::ones((1, 9), DType::F32, &CPU)?);
         refused(from_safetensors(&misshapen, DType::F32), &["shape mismatch", &scale]);
     }
+    // What a pattern with look-around matches only the tensors can say.
+    let mut vague = fp8.clone();
+    vague.config["quantization_config"]["modules_to_not_convert"] = vec!["re:^(?!.*mlp).*$"].into();
+    refused(from_safetensors(&vague, DType::F32), &["cannot find tensor", "self_attn.o_proj", "re:^(?!.*mlp).*$"]);
     let with = |field: &str, value: serde_json::Value| {
         let mut tiny = fp8.clone();
         tiny.config["quantization_config"][field] = value;

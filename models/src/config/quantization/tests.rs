@@ -36,14 +36,45 @@ fn fp8_of_all_writers() -> Result<()> {
     fails(of_compressed(json!({"type": "float", "num_bits": 4})), &[&format!("`{group}.num_bits`"), "got 4"]);
     let packed = json!({"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}});
     fails(packed, &["`quantization_config.format`", "pack-quantized"]);
-    fails(json!({"quant_method": "fp8", "ignore": ["re:("]}), &["regular expression", "("]);
+    let mlx = json!({"group_size": 64, "bits": 4, "mode": "affine"});
+    fails(mlx.clone(), &["`quantization_config`", "MLX", "4 bits", "GGUF"]);
+    let root = json!({"quantization": mlx});
+    assert!(fp8(&Fields::root(&root)?).unwrap_err().to_string().starts_with("config: `quantization`: expected"));
+    Ok(())
+}
+
+/// Rows that share a scale, as each writer says it.
+#[test]
+fn scales_of_rows_are_known() -> Result<()> {
+    let compressed = |strategy: &str| of_compressed(json!({"type": "float", "num_bits": 8, "strategy": strategy}));
+    for (q, rows) in [
+        (json!({"quant_method": "fp8", "weight_block_size": [128, 128]}), 128),
+        (json!({"quant_method": "fp8", "weight_block_size": [192, 128]}), 64),
+        (json!({"quant_method": "fp8"}), 128),
+        (json!({"quant_method": "fbgemm_fp8"}), 1),
+        (json!({"quant_method": "modelopt", "quant_algo": "FP8"}), 128),
+        (json!({"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}), 1),
+        (compressed("tensor"), 128),
+        (compressed("channel"), 1),
+    ] {
+        assert_eq!(read(&q)?.map(|config| config.block_rows()), Some(rows), "{q}");
+    }
+    Ok(())
+}
+
+/// Python has look-around; what such a pattern matches the tensors say.
+#[test]
+fn patterns_of_python_are_left_unknown() -> Result<()> {
+    let config = read(&json!({"quant_method": "fp8", "ignore": ["re:^(?!.*mlp).*$", "re:("]}))?.unwrap();
+    assert_eq!(config.unknown_patterns(), ["re:^(?!.*mlp).*$", "re:("]);
+    assert!(config.converts("model.layers.0.self_attn.q_proj"));
     Ok(())
 }
 
 #[test]
 fn lists_have_names_globs_and_expressions() -> Result<()> {
     let list = ["re:.*mlp\\.up_proj", "re:model.layers.1.self_attn", "*layers.2.*", "model.layers.3.mlp"];
-    let config = Fp8Config::new(None, list.map(String::from).to_vec())?;
+    let config = Fp8Config::new(None, list.map(String::from).to_vec());
     for (module, converts) in [
         ("model.layers.0.mlp.up_proj", false),
         ("model.layers.0.mlp.down_proj", true),

@@ -2,7 +2,7 @@ use super::*;
 use std::collections::HashMap;
 
 fn config(listed: &[&str]) -> Fp8Config {
-    Fp8Config::new(Some([2, 3]), listed.iter().map(|name| name.to_string()).collect()).unwrap()
+    Fp8Config::new(Some([2, 3]), listed.iter().map(|name| name.to_string()).collect())
 }
 
 #[test]
