@@ -1,11 +1,11 @@
 //! A checkpoint on disk: a directory with config.json, tokenizer and safetensors, or a GGUF file.
 
 use crate::load::{LoadFormat, ModelArgs};
-use crate::{builtin, gguf_tokenizer, hub, safetensors, vocab_tokenizer};
+use crate::{builtin, gguf_tokenizer, hub, safetensors, status, vocab_tokenizer};
 use anyhow::{bail, Context, Result};
 use candle_gdn_models::{json_as_python, DraftHeadChoice, GgufFile, LoraAdapter, ModelConfig, SafetensorsFiles};
 use serde_json::Value;
-use std::collections::{BTreeSet, HashMap};
+use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 use tokenizers::Tokenizer;
@@ -15,6 +15,7 @@ pub struct Checkpoint {
     path: PathBuf,
     gguf: Option<GgufFile>,
     files: OnceLock<SafetensorsFiles>,
+    wide: OnceLock<u64>,
     format: LoadFormat,
     lora: Option<LoraAdapter>,
 }
@@ -82,7 +83,7 @@ impl Checkpoint {
     }
 
     fn of(path: PathBuf, format: LoadFormat) -> Self {
-        Self { path, gguf: None, files: OnceLock::new(), format, lora: None }
+        Self { path, gguf: None, files: OnceLock::new(), wide: OnceLock::new(), format, lora: None }
     }
 
     /// Its name in messages.
@@ -205,12 +206,16 @@ impl Checkpoint {
         let beside = self.path.with_file_name(format!("mtp-{name}"));
         if let Some(file) = &mut self.gguf {
             if choice != DraftHeadChoice::Off && !file.has_draft_head(config) && beside.is_file() {
-                file.add_draft_head(&beside).context("--mtp")?;
+                match (file.add_draft_head(&beside).context("--mtp"), choice) {
+                    // Nobody named that file.
+                    (Err(e), DraftHeadChoice::Auto) => status!("no draft head: {e:#}"),
+                    (added, _) => added?,
+                }
             }
         }
         let is_here = || match &self.gguf {
             Some(file) => Ok(file.has_draft_head(config)),
-            None => Ok(self.files()?.names().iter().any(|name| name.ends_with("mtp.fc.weight"))),
+            None => Ok(self.files()?.has_draft_head()),
         };
         match (choice, self.format) {
             (DraftHeadChoice::Off, _) | (DraftHeadChoice::Auto, LoadFormat::Dummy) => Ok(false),
@@ -222,16 +227,18 @@ impl Checkpoint {
         }
     }
 
-    /// Whether all large weights have 16 bits.
-    pub fn is_sixteen_bits(&self) -> Result<bool> {
+    /// Numbers of more than 16 bits in the matrices of its files ([`SafetensorsFiles::wide_parameters`]). `config` is its own, or a rank's.
+    pub fn wide_parameters(&self, config: &ModelConfig) -> Result<u64> {
         if self.format == LoadFormat::Dummy {
-            return Ok(true);
+            return Ok(0);
         }
-        self.weights()?.iter().try_fold(true, |narrow, file| Ok(narrow & safetensors::is_sixteen_bits(file)?))
+        // An estimate that looks for the right options asks again and again.
+        let files = self.files()?;
+        Ok(*self.wide.get_or_init(|| files.wide_parameters(config)))
     }
 
     /// The weight files: as in transformers, the single one if it is there, whatever an index beside it says. Each must be there
-    /// and whole, and no tensor may be in two of them.
+    /// and whole.
     pub fn weights(&self) -> Result<Vec<PathBuf>> {
         let index = self.dir().join("model.safetensors.index.json");
         let single = self.dir().join("model.safetensors");
@@ -244,15 +251,7 @@ impl Checkpoint {
         } else {
             bail!("{} has neither model.safetensors nor model.safetensors.index.json", self.dir().display())
         };
-        let mut file_of = HashMap::new();
-        for file in &files {
-            for tensor in safetensors::tensors(file)? {
-                // Which of two is read would be chance.
-                if let Some(other) = file_of.insert(tensor.clone(), file) {
-                    bail!("{} and {} both have a tensor {tensor}", other.display(), file.display())
-                }
-            }
-        }
+        files.iter().try_for_each(|file| safetensors::check(file))?;
         Ok(files)
     }
 }

@@ -1,7 +1,7 @@
 //! The command line of a model: its device, dtype and weights, and how it is loaded.
 
 use crate::dummy::Dummy;
-use crate::memory::weights;
+use crate::memory::{weights, with_draft_head};
 use crate::{bar, status, Checkpoint, Rank};
 use anyhow::{Context, Error, Result};
 use candle_core::quantized::GgmlDType;
@@ -224,7 +224,8 @@ pub fn load_model(
         status!("{count} matrices are of another type, for want of whole blocks: {} is {what}", other.name);
     }
     let kept = checkpoint.gguf().filter(|_| args.quantize.is_none() && args.load_format == LoadFormat::Auto);
-    for (of, dtype, count) in kept.iter().flat_map(|file| file.kept_types()) {
+    let loaded = if draft_head { &with_draft_head(config) } else { config };
+    for (of, dtype, count) in kept.iter().flat_map(|file| file.kept_types(loaded)) {
         status!("{count} tensors of {of} are kept as {dtype:?}: there are no kernels for their own type");
     }
     let place = match (&rank.group, device.is_cpu()) {
@@ -237,7 +238,7 @@ pub fn load_model(
     let adapter = if args.lora.is_some() { " with the adapter" } else { "" };
     let converted = |to: GgmlDType| match checkpoint.gguf().filter(|_| args.load_format == LoadFormat::Auto) {
         None => format!(", matrices {to:?},"),
-        Some(file) => match file.converted(to) {
+        Some(file) => match file.converted(loaded, to) {
             0 => ", of which --quantize changed none,".to_string(),
             count => format!(", {count} matrices {to:?},"),
         },

@@ -1,6 +1,7 @@
 //! Whether a run fits into memory, checked before anything is loaded.
 
 mod advice;
+mod free;
 #[cfg(test)]
 mod tests;
 
@@ -10,7 +11,8 @@ use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn::{Algo, RingSpans};
-use candle_gdn_models::{quantized_cpu_bytes, FfnKind, MixerKind, ModelConfig, StateLayout};
+use candle_gdn_models::{quantized_cpu_bytes, FfnKind, GgufFile, MixerKind, ModelConfig, StateLayout};
+use free::free;
 
 /// Kernels and workspaces of libraries, on a GPU.
 const LIBRARIES: u64 = 512 << 20;
@@ -146,7 +148,8 @@ impl<'a> Run<'a> {
         let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
         let caches = room.sequences.saturating_add(room.snapshots.min(1));
-        let pass = pass(config, args.prefill_chunk_at(*device), room);
+        let tokens = product(&[room.sequences, room.max_len]).min(args.prefill_chunk_at(*device) as u64) as usize;
+        let pass = pass(config, tokens, room);
         let ranks = if is_cpu { self.ranks as u64 } else { 1 };
         let of_all = |bytes: u64| bytes.saturating_mul(ranks);
         Ok(Bytes {
@@ -157,19 +160,33 @@ impl<'a> Run<'a> {
                 let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
                 pass.saturating_add(self.repacked()).max(unpacked)
             } else {
-                pass.saturating_add(LIBRARIES).saturating_add(dequantised(config))
+                // Each sequence has the logits of a token and of its drafts.
+                let logits = room.sequences.saturating_mul(room.draft.saturating_add(1));
+                let dequantised = config.dequantised_bytes(dtype, self.is_packed(), tokens, logits);
+                pass.saturating_add(LIBRARIES).saturating_add(dequantised)
             }),
         })
     }
 }
 
 impl Run<'_> {
+    /// The GGUF file that the weights are read from.
+    fn gguf(&self) -> Option<&GgufFile> {
+        self.checkpoint.gguf().filter(|_| self.args.load_format == LoadFormat::Auto)
+    }
+
+    /// Whether matrices are in a type that our kernels on CUDA multiply; of a file, in any quantised one.
+    fn is_packed(&self) -> bool {
+        use GgmlDType::{Q4K, Q6K, Q8_0};
+        let becomes = self.args.quantize.is_some_and(|to| matches!(to, Q4K | Q6K | Q8_0));
+        becomes || self.gguf().is_some_and(|file| file.is_quantized(self.config))
+    }
+
     /// Bytes that matrices which are quantised as they are loaded take on the CPU besides those of their type. Those of a GGUF file
     /// are among its weights.
     fn repacked(&self) -> u64 {
-        let Self { args, checkpoint, config, .. } = self;
-        let is_file = args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some();
-        let Some(to) = args.quantize.filter(|_| !is_file) else { return 0 };
+        let config = self.config;
+        let Some(to) = self.args.quantize.filter(|_| self.gguf().is_none()) else { return 0 };
         let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
         let blocks = config.parameters().saturating_sub(table) / 256;
         let in_memory: u64 = quantized_cpu_bytes(to, 256).iter().sum();
@@ -184,7 +201,7 @@ impl Bytes {
 }
 
 /// The draft head is one more softmax layer, and a projection that is small beside it.
-fn with_draft_head(config: &ModelConfig) -> ModelConfig {
+pub fn with_draft_head(config: &ModelConfig) -> ModelConfig {
     let mut config = config.clone();
     if let Some(mut head) = config.layers.last().copied() {
         (head.mixer, head.window) = (MixerKind::FullAttention, None);
@@ -206,9 +223,8 @@ pub fn weights(
     let changed = lora.map_or(0, |lora| lora.changed_parameters(config));
     let widened = if device == DeviceLocation::Cpu && dtype == DType::F32 { changed.saturating_mul(2) } else { 0 };
     if let (LoadFormat::Auto, Some(file)) = (args.load_format, checkpoint.gguf()) {
-        let bytes = file.weight_bytes(config, dtype, args.quantize, device);
-        // What each rank has whole is small.
-        return Ok(bytes.div_ceil(args.tensor_parallel.get() as u64).saturating_add(widened));
+        let bytes = file.weight_bytes(config, dtype, args.quantize, device, args.tensor_parallel.get());
+        return Ok(bytes.saturating_add(widened));
     }
     if let Some(to) = args.quantize {
         return Ok(config.quantized_weight_bytes(dtype, to));
@@ -216,18 +232,20 @@ pub fn weights(
     if device != DeviceLocation::Cpu && dtype != DType::F32 {
         return Ok(config.fp8_weight_bytes(dtype));
     }
-    if device == DeviceLocation::Cpu && dtype == DType::F32 && checkpoint.is_sixteen_bits()? {
-        // Everything is packed in 16 bits but what was in fp8 and an embedding table that is not the head.
-        let table = product(&[config.vocab_size, config.hidden_size]);
-        let wide = if config.tie_word_embeddings { 0 } else { table }.saturating_add(config.fp8_parameters());
+    let all = config.weight_bytes(dtype);
+    if device == DeviceLocation::Cpu && dtype == DType::F32 {
+        // Everything is packed in 16 bits but what was in fp8 or more bits, and an embedding table that is not the head.
+        let table = if config.tie_word_embeddings { 0 } else { product(&[config.vocab_size, config.hidden_size]) };
+        let of_files = checkpoint.wide_parameters(config)?.div_ceil(args.tensor_parallel.get() as u64);
+        let wide = [config.fp8_parameters(), of_files].into_iter().fold(table, u64::saturating_add);
         let bytes = config.weight_bytes(DType::BF16).saturating_add(wide.saturating_mul(2));
-        return Ok(bytes.saturating_add(widened));
+        return Ok(bytes.saturating_add(widened).min(all));
     }
-    Ok(config.weight_bytes(dtype))
+    Ok(all)
 }
 
 /// An estimate of the activations of the widest pass: rows in f32 between two operations.
-fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
+fn pass(config: &ModelConfig, tokens: usize, room: &Room) -> u64 {
     let (gdn, attention, hidden) = (&config.gdn, &config.attention, config.hidden_size);
     let keys = product(&[4, gdn.num_key_heads, gdn.key_head_dim]);
     let linear = keys.saturating_add(product(&[4, gdn.num_value_heads, gdn.value_head_dim]));
@@ -241,32 +259,17 @@ fn pass(config: &ModelConfig, prefill_chunk: usize, room: &Room) -> u64 {
         _ => 0,
     });
     let widest = ffn.max().unwrap_or(0).max(linear).max(full).saturating_add(product(&[6, hidden]));
-    let tokens = product(&[room.sequences, room.max_len]).min(prefill_chunk as u64);
-    let rows = tokens.saturating_mul(widest).saturating_mul(4);
+    let rows = widest.saturating_mul(4).saturating_mul(tokens as u64);
     // Logits in the model's dtype, in f32, and as the sampler has them.
     rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
 }
 
-/// Bytes of the largest fp8 matrix in 16 bits: a product of many rows dequantises it while it runs.
-fn dequantised(config: &ModelConfig) -> u64 {
-    if config.fp8.is_none() {
-        return 0;
-    }
-    let (gdn, attention) = (&config.gdn, &config.attention);
-    let linear = 2 * gdn.num_key_heads * gdn.key_head_dim + 2 * gdn.num_value_heads * (gdn.value_head_dim + 1);
-    let full = 2 * (attention.num_heads + attention.num_kv_heads) * attention.head_dim;
-    let ffn = config.layers.iter().map(|layer| match layer.ffn {
-        FfnKind::Dense { intermediate_size } => intermediate_size.saturating_mul(2),
-        _ => config.moe.as_ref().map_or(0, |moe| 2 * moe.shared_intermediate_size),
-    });
-    product(&[ffn.max().unwrap_or(0).max(linear).max(full), config.hidden_size, 2])
-}
-
 /// Bytes of the largest weights that the CPU holds twice at a time: as read, in fp8 also before that, and packed. To be quantised
-/// they are read in f32, and out of a file in 16 bits first. An adapter is added to them in f32.
+/// they are read in f32, and out of a file in 16 bits first, experts without their `down_proj` at a time. An adapter is added to them in f32.
 fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType, has_adapter: bool) -> u64 {
     let head = product(&[config.vocab_size, config.hidden_size]);
-    let experts = config.moe.as_ref().map(|moe| [moe.num_experts, 3, moe.intermediate_size, config.hidden_size]);
+    let at_once = if args.quantize.is_some() { 2 } else { 3 };
+    let experts = config.moe.as_ref().map(|moe| [moe.num_experts, at_once, moe.intermediate_size, config.hidden_size]);
     let bytes = match (args.quantize, args.load_format) {
         (Some(_), _) if has_adapter => 8,
         (None, _) if has_adapter => 4 + dtype.size_in_bytes(),
@@ -279,21 +282,6 @@ fn unpacked(config: &ModelConfig, args: &ModelArgs, dtype: DType, has_adapter: b
 
 fn product(factors: &[usize]) -> u64 {
     factors.iter().fold(1, |product, &factor| product.saturating_mul(factor as u64))
-}
-
-/// Free memory in bytes, where the system says.
-fn free(device: &Device) -> Option<u64> {
-    #[cfg(feature = "cuda")]
-    if let Device::Cuda(device) = device {
-        let (free, _) = device.cuda_stream().context().mem_get_info().ok()?;
-        return Some(free as u64);
-    }
-    if !device.is_cpu() {
-        return None;
-    }
-    let info = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = info.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.saturating_mul(1024))
 }
 
 /// A number of bytes, written in MiB or GiB.

@@ -10,23 +10,8 @@ const MAX_HEADER: u64 = 100_000_000;
 
 type Header = serde_json::Map<String, serde_json::Value>;
 
-/// The names of its tensors, if the length of `path` is what its header describes.
-pub fn tensors(path: &Path) -> Result<Vec<String>> {
-    Ok(header(path)?.into_iter().map(|(name, _)| name).filter(|name| name != "__metadata__").collect())
-}
-
-/// Whether no matrix of the file has numbers of 32 bits or more; scales are not counted.
-pub fn is_sixteen_bits(path: &Path) -> Result<bool> {
-    let wide = |(name, info): (&String, &serde_json::Value)| {
-        let rank = info["shape"].as_array().map_or(0, Vec::len);
-        let is_scale = name.rsplit('.').next().is_some_and(|last| last.contains("_scale"));
-        rank > 1 && !is_scale && matches!(info["dtype"].as_str(), Some("F32" | "F64"))
-    };
-    Ok(!header(path)?.iter().any(wide))
-}
-
-/// The header of the file, if the file is whole.
-fn header(path: &Path) -> Result<Header> {
+/// Whether the length of `path` is what its header describes.
+pub fn check(path: &Path) -> Result<()> {
     let name = path.display();
     let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;
     let len = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
@@ -60,7 +45,7 @@ fn header(path: &Path) -> Result<Header> {
     if len > expected {
         bail!("{name} is damaged: its header describes {expected} bytes, the file has {len}")
     }
-    Ok(header)
+    Ok(())
 }
 
 #[cfg(test)]
@@ -74,7 +59,7 @@ mod tests {
         let mut file = tempfile::NamedTempFile::new()?;
         file.write_all(&(1u64 << 30).to_le_bytes())?;
         file.as_file().set_len(2 << 30)?;
-        let message = tensors(file.path()).expect_err("an error").to_string();
+        let message = check(file.path()).expect_err("an error").to_string();
         assert!(message.contains("at most 100000000 bytes, got 1073741824"), "{message}");
         Ok(())
     }

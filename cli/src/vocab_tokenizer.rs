@@ -3,7 +3,7 @@
 
 use crate::gguf_tokenizer::byte_level;
 use crate::Checkpoint;
-use anyhow::{Context, Result};
+use anyhow::{bail, Context, Result};
 use serde_json::{json, Value};
 use tokenizers::Tokenizer;
 
@@ -30,9 +30,11 @@ fn added(checkpoint: &Checkpoint, config: &Value) -> Result<Vec<Value>> {
     let mut added = Vec::new();
     for (id, token) in config["added_tokens_decoder"].as_object().into_iter().flatten() {
         let id: u32 = id.parse().with_context(|| format!("tokenizer_config.json: `added_tokens_decoder`: {id}"))?;
-        let mut token = token.clone();
-        token["id"] = id.into();
-        added.push((id, token));
+        let Value::Object(mut token) = token.clone() else {
+            bail!("tokenizer_config.json: `added_tokens_decoder`: {id}: expected an object, got {token}")
+        };
+        token.insert("id".into(), id.into());
+        added.push((id, token.into()));
     }
     // Older ones have names and ids alone.
     for (name, id) in checkpoint.json("added_tokens.json")?.as_object().into_iter().flatten() {

@@ -238,7 +238,7 @@ impl<'a> Loader<'a> {
         let shards = self.group.as_ref().map(|group| WeightShards::new(config, &**group)).transpose()?;
         let tiled = file.tiles_value_heads(config.family)?;
         let weights = GgufWeights::new(file, config, tiled, shards).with_quantizer(self.quantize.is_some());
-        let quantized = weights.is_quantized();
+        let quantized = file.is_quantized(config);
         let dense = VarBuilder::from_backend(Box::new(weights.clone()), dtype, device.clone());
         let (dense, merge) = self.merged(dense, |name| weights.quantized_as(name).map(|dtype| format!("{dtype:?}")))?;
         let source = Source { stored: Some(Arc::new(weights.clone())), is_one_file: true, ..Source::new(dense) };

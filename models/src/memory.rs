@@ -1,9 +1,10 @@
 //! The memory of a model, computed from its configuration alone.
 
 use crate::blocks::attention::capacity;
-use crate::config::{FfnKind, LayerConfig, MixerKind, ModelConfig, QkNorm};
-use crate::formats::{Fp8Format, LayerNames};
+use crate::config::{FfnKind, Fp8Config, LayerConfig, MixerKind, ModelConfig, QkNorm};
+use crate::formats::{type_for, Fp8Format, LayerNames};
 use crate::weights::cpu::quantized::Quantized;
+use crate::weights::plan::{self, Kernel};
 use crate::weights::BLOCK_COLUMNS;
 use candle_core::quantized::GgmlDType;
 use candle_core::DType;
@@ -99,13 +100,15 @@ impl ModelConfig {
     }
 
     /// The same where matrices in fp8 ([`ModelConfig::fp8`]) stay so, as on CUDA in 16 bits: a byte for each of their numbers,
-    /// and 4 for each block of 128 x 128. In parts (tensor parallelism) those stay that have whole blocks of columns.
+    /// and 4 for each block of 128 x 128, or 1 x 128 where each row has a scale. In parts (tensor parallelism) those stay that have
+    /// whole blocks of columns.
     pub fn fp8_weight_bytes(&self, dtype: DType) -> u64 {
         let saved = (dtype.size_in_bytes() as u64).saturating_sub(1);
         let format = self.fp8.as_ref().and_then(|config| Fp8Format::new(config, true));
         let keeps = |columns| format.as_ref().is_some_and(|format| format.keeps(columns));
+        let block_rows = self.fp8.as_ref().map_or(1, Fp8Config::block_rows);
         self.fp8_matrices(keeps).fold(self.weight_bytes(dtype), |bytes, [count, rows, columns]| {
-            let scales = product(&[count, rows.div_ceil(BLOCK_COLUMNS), columns.div_ceil(BLOCK_COLUMNS), 4]);
+            let scales = product(&[count, rows.div_ceil(block_rows), columns.div_ceil(BLOCK_COLUMNS), 4]);
             let numbers = product(&[count, rows, columns]);
             bytes.saturating_sub(numbers.saturating_mul(saved)).saturating_add(scales)
         })
@@ -117,14 +120,56 @@ impl ModelConfig {
         self.fp8_matrices(|_| true).fold(0, |sum, matrix| sum.saturating_add(product(&matrix)))
     }
 
-    /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `to`: the embedding in
-    /// `dtype`, the matrices in `to`, and a tied head once more in it.
+    /// Bytes of the weights where [`Loader::quantize`](crate::Loader::quantize) is `dst`: the embedding in
+    /// `dtype`, each matrix in `dst` or what takes its place, and a tied head once more.
     pub fn quantized_weight_bytes(&self, dtype: DType, dst: GgmlDType) -> u64 {
+        let gates = [2 * self.gdn.num_value_heads, self.hidden_size];
+        let of_layer = |layer: &LayerConfig| {
+            let matrices = self.projections(layer).into_iter().chain(self.expert_matrices(layer));
+            let gates =
+                (layer.mixer == MixerKind::LinearAttention).then_some(([1, gates[0], gates[1]], GgmlDType::Q8_0));
+            matrices.map(|(_, matrix)| (matrix, dst)).chain(gates).collect::<Vec<_>>()
+        };
+        let head = ([1, self.vocab_size, self.hidden_size], dst);
         let Weights { typed, f32 } = self.weights();
-        let table = product(&[self.vocab_size, self.hidden_size]);
-        let matrices = if self.tie_word_embeddings { typed } else { typed.saturating_sub(table) };
-        let dense = table.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4));
-        quantized_bytes(dst, matrices).saturating_add(dense)
+        // What is no such matrix stays dense.
+        let dense = if self.tie_word_embeddings { typed.saturating_add(product(&head.0)) } else { typed };
+        let bytes = dense.saturating_mul(dtype.size_in_bytes() as u64).saturating_add(f32.saturating_mul(4));
+        self.layers.iter().flat_map(of_layer).chain([head]).fold(bytes, |bytes, (matrix, dst)| {
+            let numbers = product(&matrix);
+            let Some(of) = type_for(dst, matrix[2]) else { return bytes };
+            let as_dense = numbers.saturating_mul(dtype.size_in_bytes() as u64);
+            bytes.saturating_sub(as_dense).saturating_add(quantized_bytes(of, numbers))
+        })
+    }
+
+    /// Bytes of the largest weights that a pass of `tokens` tokens, with logits of some, holds in `dtype` on CUDA besides what is stored,
+    /// which is multiplied so where there are many rows: of a matrix in fp8 or, if they are `packed`, in q8_0, q4_K or q6_K; with more tokens
+    /// all packed experts of a layer at once.
+    pub fn dequantised_bytes(&self, dtype: DType, packed: bool, tokens: usize, logits: usize) -> u64 {
+        let is_dense = |rows| packed && plan::packed(rows, dtype, false) == Kernel::Dequantised;
+        let in_fp8 = self.fp8.is_some() && !packed && dtype != DType::F32;
+        let experts = packed && dtype != DType::F32 && plan::packed_experts(tokens, self.hidden_size).is_none();
+        let of_layer = |layer: &LayerConfig| {
+            let numbers =
+                |all: &[(&str, [usize; 3])]| all.iter().map(|(_, matrix)| product(matrix)).fold(0, u64::saturating_add);
+            let of_experts = self.expert_matrices(layer);
+            let mut most = if experts { numbers(&of_experts) } else { 0 };
+            if in_fp8 || is_dense(tokens) {
+                // Matrices of one input are multiplied at once.
+                let mut all = self.projections(layer);
+                all.extend(of_experts.into_iter().filter(|(name, _)| name.contains("shared")));
+                all.retain(|(name, _)| !["out_proj", "o_proj", "down_proj"].iter().any(|end| name.ends_with(end)));
+                let of_one = |a: &(&str, _), b: &(&str, _)| {
+                    a.0.rsplit_once('.').map(|x| x.0) == b.0.rsplit_once('.').map(|x| x.0)
+                };
+                most = all.chunk_by(of_one).map(numbers).fold(most, u64::max);
+            }
+            most
+        };
+        let head = if is_dense(logits) { product(&[self.vocab_size, self.hidden_size]) } else { 0 };
+        let most = self.layers.iter().map(of_layer).fold(head, u64::max);
+        most.saturating_mul(dtype.size_in_bytes() as u64)
     }
 
     /// What a sequence of a model in `dtype` takes, recurrent states in f32.

@@ -1,7 +1,6 @@
 //! What to change where a run does not fit.
 
 use super::{Run, Size};
-use crate::load::LoadFormat;
 use anyhow::Result;
 use candle_core::quantized::GgmlDType;
 use candle_core::DeviceLocation;
@@ -10,8 +9,8 @@ use std::num::NonZeroUsize;
 
 /// Types that are offered, the best first.
 const TYPES: [(&str, GgmlDType); 3] = [("q8_0", GgmlDType::Q8_0), ("q6k", GgmlDType::Q6K), ("q4k", GgmlDType::Q4K)];
-/// Tokens of a pass below which nothing is gained.
-const LEAST_CHUNK: usize = 512;
+/// Tokens of a pass below which nothing is gained: so many packed experts are not unpacked for.
+const LEAST_CHUNK: usize = 256;
 
 /// A run, and the options that make it of another.
 #[derive(Clone)]
@@ -95,14 +94,12 @@ impl<'a> Changed<'a> {
         std::iter::successors(Some(now / 2), |n| Some(n / 2)).take_while(|n| *n >= LEAST_CHUNK).collect()
     }
 
-    /// Smaller types than the one now; none for a GGUF file, whose matrices have one.
+    /// Smaller types than the one now; of a GGUF file only those that change some of it.
     fn types(&self) -> Vec<(&'static str, GgmlDType)> {
-        let Run { args, checkpoint, .. } = &self.run;
-        if args.load_format == LoadFormat::Auto && checkpoint.gguf().is_some() {
-            return Vec::new();
-        }
+        let (run, now) = (&self.run, self.run.args.quantize);
         let bits = |to: GgmlDType| to.type_size() as f64 / to.block_size() as f64;
-        TYPES.into_iter().filter(|(_, to)| args.quantize.is_none_or(|now| bits(*to) < bits(now))).collect()
+        let changes = |to: GgmlDType| run.gguf().is_none_or(|file| file.converted(run.config, to) > 0);
+        TYPES.into_iter().filter(|(_, to)| changes(*to) && now.is_none_or(|now| bits(*to) < bits(now))).collect()
     }
 }
 

@@ -2,14 +2,20 @@ use super::{Checkpoint, DeviceLocation, Run};
 use crate::args::Args;
 use crate::plan::Plan;
 use anyhow::Result;
+use candle_core::quantized::GgmlDType;
 use candle_gdn_models::DraftHeadChoice;
+use candle_gdn_models_testing::gguf_writer::demo;
 use clap::Parser;
 
 const GIB: u64 = 1 << 30;
 
 /// What `generate` needs on a GPU with these arguments for prompts of these lengths, and what it would say with `free` bytes.
 fn on_gpu(args: &[&str], prompts: &[usize], free: u64) -> Result<(u64, String)> {
-    let args = Args::parse_from([&["generate", "--load-format", "dummy"], args].concat());
+    of_run(&[&["--load-format", "dummy"], args].concat(), prompts, free)
+}
+
+fn of_run(args: &[&str], prompts: &[usize], free: u64) -> Result<(u64, String)> {
+    let args = Args::parse_from([&["generate"], args].concat());
     let checkpoint = Checkpoint::find(&args.model)?;
     let config = checkpoint.config()?;
     let prompts: Vec<Vec<u32>> = prompts.iter().map(|len| vec![0; *len]).collect();
@@ -36,6 +42,40 @@ fn drafts_take_states_where_they_do_not_fit_into_rings() -> Result<()> {
     assert!(without_rings < plain && of_drafts > 0);
     let of_head = of_4b(&["--mtp", "on"])? - plain;
     assert_eq!(chosen(&["--mtp", "on"])? - without_rings, of_head + of_drafts);
+    Ok(())
+}
+
+/// From 257 tokens of a pass on, all packed experts of a layer are made dense at once: 256 of three matrices 512 by 2048 in 16 bits.
+#[test]
+fn packed_experts_are_unpacked_for_many_tokens() -> Result<()> {
+    let of = |args: &[&str], tokens| {
+        let args = [&["--model", "qwen3.5-35b-a3b", "-n", "1"], args].concat();
+        Ok::<_, anyhow::Error>(on_gpu(&args, &[tokens], u64::MAX)?.0)
+    };
+    let (experts, q4k) = (256 * 3 * 512 * 2048 * 2, ["--quantize", "q4k"]);
+    let more = of(&q4k, 300)? - of(&q4k, 100)?;
+    assert!(more >= experts && more < experts + (128 << 20), "{more}");
+    // As 16-bit ones, or in a pass of fewer tokens, they are not.
+    assert!(of(&[], 300)? - of(&[], 200)? < 64 << 20);
+    let chunked = [&q4k[..], &["--prefill-chunk", "256"]].concat();
+    assert!(of(&chunked, 300)? - of(&chunked, 200)? < 64 << 20);
+    Ok(())
+}
+
+/// What is not quantised in a file can be.
+#[test]
+fn smaller_types_are_offered_for_gguf_files() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let path = folder.path().join("demo.gguf");
+    let model = path.display().to_string();
+    demo().write(&path)?;
+    let run = |more: &[&str], free| of_run(&[&["--model", &model, "--mtp", "off"], more].concat(), &[12], free);
+    let (quantised, _) = run(&["--quantize", "q8_0"], u64::MAX)?;
+    assert!(run(&[], quantised)?.1.contains("--quantize q8_0"));
+    demo().quantized(GgmlDType::Q8_0).write(&path)?;
+    let (need, advice) = run(&[], 1 << 20)?;
+    assert!(need < quantised && advice.starts_with("no option makes it fit"), "{advice}");
+    assert!(!advice.contains("--quantize"), "{advice}");
     Ok(())
 }
 
@@ -92,7 +132,7 @@ fn small_cards_hold_the_defaults_or_what_is_advised() -> Result<()> {
             let Some(advice) = advice.strip_prefix("it fits with ") else {
                 assert!(advice.starts_with("no option makes it fit: the weights alone take "), "{advice}");
                 // Nothing smaller is offered, so nothing smaller must fit.
-                let least = ["--quantize", "q4k", "--batch", "1", "--prefix-cache", "0", "--prefill-chunk", "512"];
+                let least = ["--quantize", "q4k", "--batch", "1", "--prefix-cache", "0", "--prefill-chunk", "256"];
                 let model = &model[..2];
                 let (need, _) = on_gpu(&[model, &least].concat(), &prompts[..prompts.len().min(1)], free)?;
                 assert!(need + GIB > free, "{args:?} on {card} GB: {need}");

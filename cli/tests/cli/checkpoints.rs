@@ -59,6 +59,18 @@ fn a_byte_order_mark_and_what_is_no_number() {
     assert_eq!(text(&copy), generate(&["--model", DEMO, "--prompt", PROMPT, "-n", "16"]).stdout);
 }
 
+/// The tokenizer of older checkpoints.
+#[test]
+fn added_tokens_are_objects() {
+    let copy = Copy::new();
+    copy.remove(&["tokenizer.json"]);
+    copy.write("vocab.json", r#"{"a": 0}"#.to_string());
+    copy.write("merges.txt", "#version: 0.2\n".to_string());
+    copy.set("tokenizer_config.json", "added_tokens_decoder", json!({"1": "<|endoftext|>"}));
+    let parts = ["tokenizer_config.json: `added_tokens_decoder`: 1: expected an object, got \"<|endoftext|>\""];
+    fails("generate", &["--model", &copy.arg(), "--prompt", PROMPT], 1, &parts);
+}
+
 #[test]
 fn only_the_hub_has_revisions() {
     for model in [DEMO, "nowhere"] {

@@ -63,5 +63,10 @@ fn a_head_beside_a_gguf_file() {
     on.says(&["\nmtp: ", " accepted at depth 1, "]);
     assert!(!off.stderr.contains("mtp:") && on.stdout == off.stdout, "{off:?} {on:?}");
     std::fs::copy(&path, dir.path().join("mtp-demo.gguf")).expect("a copy");
-    fails("generate", &["--model", &model, "--prompt", "a"], 1, &["--mtp", "mtp-demo.gguf", "draft head"]);
+    let on = ["--model", &model, "--prompt", "a", "--mtp", "on"];
+    fails("generate", &on, 1, &["--mtp", "mtp-demo.gguf", "expected a draft head"]);
+    // Nobody asked for that file.
+    let auto = with("auto");
+    assert_eq!(auto.stdout, off.stdout);
+    auto.says(&["no draft head: --mtp: ", "mtp-demo.gguf: expected a draft head"]);
 }

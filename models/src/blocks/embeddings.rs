@@ -3,7 +3,6 @@
 use crate::config::ModelConfig;
 use crate::formats::{place, Source, Stored};
 use crate::weights::Weight;
-use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Result, Tensor};
 
 /// A table `[vocab_size, hidden_size]`, and the dtype of its rows.
@@ -29,9 +28,7 @@ impl Embeddings {
         let (rows, columns, name) = (config.vocab_size, config.hidden_size, "embed_tokens.weight");
         let (tied, device) = (config.tie_word_embeddings, text.device());
         let stored = text.stored(rows, columns, name)?.and_then(Stored::blocks);
-        // candle has no CUDA kernel for the types of activations.
-        let activations = |dtype| matches!(dtype, GgmlDType::Q8_1 | GgmlDType::Q8K);
-        let (table, head) = match stored.filter(|blocks| device.is_cpu() || !activations(blocks.dtype)) {
+        let (table, head) = match stored {
             Some(blocks) => {
                 let table = place::blocks(&blocks, device)?;
                 (table.clone(), tied.then_some(table))

@@ -27,7 +27,7 @@ pub(crate) use lora::Merge;
 pub(crate) use names::LayerNames;
 pub(crate) use prefixes::Prefixes;
 pub use quantize::OtherType;
-pub(crate) use quantize::Quantizer;
+pub(crate) use quantize::{type_for, Quantizer};
 pub(crate) use read_once::read_once;
 pub use safetensors::SafetensorsFiles;
 pub(crate) use source::Source;

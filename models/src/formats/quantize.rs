@@ -31,6 +31,11 @@ impl Others {
     }
 }
 
+/// The type that a matrix of so many columns gets where `dtype` is asked for; `None` where it stays dense.
+pub(crate) fn type_for(dtype: GgmlDType, columns: usize) -> Option<GgmlDType> {
+    [dtype, GgmlDType::Q8_0].into_iter().find(|dtype| columns.is_multiple_of(dtype.block_size()))
+}
+
 /// What [`Loader::quantize`](crate::Loader::quantize) asks for, and where it could not be done.
 #[derive(Debug)]
 pub(crate) struct Quantizer {
@@ -70,8 +75,7 @@ impl Quantizer {
 
     /// The type for `columns`, listed where it is not the one that was asked for.
     fn dtype_for(&self, path: &str, columns: usize) -> Option<GgmlDType> {
-        let fits = |dtype: &GgmlDType| columns.is_multiple_of(dtype.block_size());
-        let dtype = [self.dtype, GgmlDType::Q8_0].into_iter().find(fits);
+        let dtype = type_for(self.dtype, columns);
         if dtype != Some(self.dtype) {
             self.others.add(path, dtype);
         }
@@ -113,13 +117,16 @@ impl Format for Quantizer {
         let (Some(of_gate_up), Some(of_down)) = types else { return Ok(None) };
         let (mut gate_up, mut down) = (Vec::with_capacity(shape.experts), Vec::with_capacity(shape.experts));
         if weights.contains_tensor("gate_up_proj") {
-            // In f32 one by one: all experts of a layer are large.
+            // One tensor at a time: those of all experts of a layer are large.
             let host = weights.clone().set_device(Device::Cpu);
             let [both, downs] = shape.stacked();
-            let (both, downs) = (host.get(both, "gate_up_proj")?, host.get(downs, "down_proj")?);
-            for j in 0..shape.experts {
-                gate_up.push(Blocks::quantize(&both.get(j)?, of_gate_up)?);
-                down.push(Blocks::quantize(&downs.get(j)?, of_down)?);
+            for (name, shape, dtype, blocks) in
+                [("gate_up_proj", both, of_gate_up, &mut gate_up), ("down_proj", downs, of_down, &mut down)]
+            {
+                let all = host.get(shape, name)?;
+                for j in 0..shape.0 {
+                    blocks.push(Blocks::quantize(&all.get(j)?, dtype)?);
+                }
             }
         } else {
             for (j, (name, rows, columns)) in (0..shape.experts).flat_map(|j| shape.matrices().map(|m| (j, m))) {

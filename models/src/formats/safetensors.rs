@@ -1,5 +1,7 @@
 //! The safetensors files of a checkpoint, mapped, and what of them a model has read.
 
+use super::Prefixes;
+use crate::config::ModelConfig;
 use candle_core::safetensors::{Load, MmapedSafetensors};
 use candle_core::{bail, DType, Device, Error, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
@@ -42,6 +44,32 @@ impl SafetensorsFiles {
     /// The names of all tensors, sorted.
     pub fn names(&self) -> &[String] {
         &self.names
+    }
+
+    /// Whether there is a draft head where a loader looks for it.
+    pub fn has_draft_head(&self) -> bool {
+        self.map.get(&of_draft_head(&self.prefixes(), "mtp.fc.weight")).is_ok()
+    }
+
+    fn prefixes(&self) -> Prefixes {
+        Prefixes::find(|name| self.map.get(name).is_ok())
+    }
+
+    /// Numbers of more than 16 bits in the matrices of the text model and its draft head; routers, which are in f32 in any case, and a
+    /// table that is not the head are not counted.
+    pub fn wide_parameters(&self, config: &ModelConfig) -> u64 {
+        let (prefixes, layers) = (self.prefixes(), config.layers.len());
+        let head = of_draft_head(&prefixes, "mtp.");
+        let is_other = |name: &str| {
+            let is_table = !config.tie_word_embeddings && name.ends_with("embed_tokens.weight");
+            is_table || name.ends_with("gate.weight") || name.contains("_scale")
+        };
+        let is_counted = |name: &str| (prefixes.is_own(name, layers) || name.starts_with(&head)) && !is_other(name);
+        let wide = |name: &String| {
+            let view = self.map.get(name).ok().filter(|view| matches!(view.dtype(), Dtype::F32 | Dtype::F64))?;
+            Some(view.shape()).filter(|shape| shape.len() > 1).map(|shape| shape.iter().product::<usize>() as u64)
+        };
+        self.names.iter().filter(|name| is_counted(name)).filter_map(wide).sum()
     }
 
     /// The shape of a tensor; `None` where there is none of this name.
@@ -130,6 +158,13 @@ impl SafetensorsFiles {
             groups.iter().take(4).map(|(group, count)| format!("{group} ({count})")).collect::<Vec<_>>().join(", ");
         let more = if groups.len() > 4 { ", .." } else { "" };
         Ok((total > 0).then(|| format!("tensors that the text model does not read: {list}{more}")))
+    }
+}
+
+fn of_draft_head(prefixes: &Prefixes, name: &str) -> String {
+    match prefixes.draft_head.as_str() {
+        "" => name.to_string(),
+        prefix => format!("{prefix}.{name}"),
     }
 }
 

@@ -64,7 +64,7 @@ fn files_that_cannot_be_are_refused() -> Result<()> {
     let bytes = |path: &Path| -> Result<u64> {
         let file = GgufFile::open(path)?;
         let config = ModelConfig::from_gguf(&file)?;
-        Ok(file.weight_bytes(&config, DType::F32, None, DeviceLocation::Cpu))
+        Ok(file.weight_bytes(&config, DType::F32, None, DeviceLocation::Cpu, 1))
     };
     assert_eq!(bytes(&parts[1])?, bytes(&single)?);
     Ok(())

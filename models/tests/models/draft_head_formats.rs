@@ -7,7 +7,7 @@ use crate::support::{refused, rel_rms};
 use crate::tiny::Tiny;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
-use candle_core::{DType, Device, DeviceLocation, Result};
+use candle_core::{DType, Device, DeviceLocation, Result, Tensor};
 use candle_gdn_models::{CausalLm, DraftHeadChoice, GgufFile, ModelConfig};
 use std::path::Path;
 
@@ -103,7 +103,7 @@ fn of_files(path: &Path, head: Option<&Path>) -> Result<CausalLm> {
         file.add_draft_head(head)?;
         let mut with_head = config.clone();
         with_head.layers.extend(config.layers.last().copied());
-        let bytes = |config| file.weight_bytes(config, DType::F32, None, DeviceLocation::Cpu);
+        let bytes = |config| file.weight_bytes(config, DType::F32, None, DeviceLocation::Cpu, 1);
         let (more, of_head) = (bytes(&with_head) - bytes(&config), std::fs::metadata(head)?.len());
         assert!(more > 0 && 3 * more < 2 * of_head, "{more} of {of_head} bytes: the rest is the model's");
     }
@@ -166,5 +166,10 @@ fn what_is_no_draft_head_is_refused() -> Result<()> {
     head.write(&other)?;
     refused(file.add_draft_head(&other), &["other.gguf", "qwen35", "qwen3next"]);
     refused(file.add_draft_head(path.with_file_name("none.gguf")), &["none.gguf"]);
+    let [_, mut head] = demo().apart();
+    let projection = head.tensors.iter_mut().find(|(name, _)| name.ends_with("eh_proj.weight")).map(|(_, (x, _))| x);
+    *projection.expect("a projection") = Tensor::zeros((64, 384), DType::F32, &Device::Cpu)?;
+    head.write(&other)?;
+    refused(file.add_draft_head(&other), &["other.gguf", "eh_proj", "[192, 384]", "[64, 384]"]);
     Ok(())
 }

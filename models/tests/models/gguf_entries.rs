@@ -194,7 +194,7 @@ fn half_to_f32(bytes: [u8; 2]) -> f32 {
 }
 
 fn on_gpu(file: &GgufFile, dtype: DType, quantize: Option<GgmlDType>) -> Result<u64> {
-    Ok(file.weight_bytes(&ModelConfig::from_gguf(file)?, dtype, quantize, DeviceLocation::Cuda { gpu_id: 0 }))
+    Ok(file.weight_bytes(&ModelConfig::from_gguf(file)?, dtype, quantize, DeviceLocation::Cuda { gpu_id: 0 }, 1))
 }
 
 /// Each tensor counts as what it becomes, whatever it is in the file.
@@ -211,15 +211,59 @@ fn weights_are_counted_as_they_are_loaded() -> Result<()> {
     assert_eq!(on_gpu(&halves, DType::F32, None)?, 4 * config.parameters());
     let table = (config.vocab_size * config.hidden_size) as u64;
     assert!(!config.tie_word_embeddings);
-    let on_cpu = halves.weight_bytes(&config, DType::F32, None, DeviceLocation::Cpu);
+    let on_cpu = halves.weight_bytes(&config, DType::F32, None, DeviceLocation::Cpu, 1);
     assert_eq!(on_cpu - on_gpu(&halves, DType::BF16, None)?, 2 * table, "halves stay, but for the table");
     let as_stored = on_gpu(&blocks, DType::F32, None)?;
     for dst in [GgmlDType::Q4K, GgmlDType::Q8_0] {
-        assert_eq!((blocks.converted(dst), on_gpu(&blocks, DType::F32, Some(dst))?), (0, as_stored), "{dst:?}");
+        assert_eq!(
+            (blocks.converted(&config, dst), on_gpu(&blocks, DType::F32, Some(dst))?),
+            (0, as_stored),
+            "{dst:?}"
+        );
     }
     let quantised = on_gpu(&halves, DType::F32, Some(GgmlDType::Q8_0))?;
-    assert!(halves.converted(GgmlDType::Q8_0) > 10);
+    assert!(halves.converted(&config, GgmlDType::Q8_0) > 10);
     assert_eq!(quantised, as_stored + 4 * table - table / 32 * 34, "all but the table");
+    Ok(())
+}
+
+/// Neither a vision tower nor Ollama's draft head is read.
+#[test]
+fn what_is_not_of_the_model_is_not_counted() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let mut file = GgufOfTiny::new(&without_experts(wide()), Layout::Qwen3_5)?.quantized(GgmlDType::BF16);
+    let told = |file: &GgufOfTiny| -> Result<_> {
+        file.write(&path)?;
+        let opened = GgufFile::open(&path)?;
+        let config = ModelConfig::from_gguf(&opened)?;
+        load(&path)?;
+        let converted = opened.converted(&config, GgmlDType::Q8_0);
+        Ok((on_gpu(&opened, DType::F32, None)?, converted, opened.is_quantized(&config)))
+    };
+    let want = told(&file)?;
+    for (name, dtype) in [("v.blk.0.attn_q.weight", GgmlDType::Q8_0), ("mtp.fc.weight", GgmlDType::BF16)] {
+        file.tensors.insert(name.into(), (Tensor::ones((8, 32), DType::F32, &CPU)?, dtype));
+    }
+    assert_eq!(told(&file)?, want);
+    assert!(!want.2);
+    Ok(())
+}
+
+/// Half of 256 columns are no whole blocks of a K type.
+#[test]
+fn shards_are_counted_as_they_are_loaded() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    let tiny = without_experts(wide());
+    GgufOfTiny::new(&tiny, Layout::Qwen3_5)?.quantized(GgmlDType::Q4K).write(&path)?;
+    let file = GgufFile::open(&path)?;
+    let config = ModelConfig::from_gguf(&file)?;
+    let bytes = |ranks| file.weight_bytes(&config, DType::BF16, None, DeviceLocation::Cuda { gpu_id: 0 }, ranks);
+    let by_columns = tiny.weights.iter().filter(|(name, _)| {
+        ["mlp.down_proj.weight", "self_attn.o_proj.weight", "out_proj.weight"].iter().any(|end| name.ends_with(end))
+    });
+    let numbers: usize = by_columns.map(|(_, weight)| weight.elem_count()).sum();
+    // From 144 bytes of 256 numbers to 34 of 32.
+    assert_eq!(bytes(2), (bytes(1) + (numbers / 256 * (8 * 34 - 144)) as u64).div_ceil(2));
     Ok(())
 }
 
@@ -268,7 +312,7 @@ fn types_that_are_decoded() -> Result<()> {
             file.write(&path)?;
             std::fs::write(&path, with_type(&std::fs::read(&path)?, NAME, 2, number))?;
             let opened = GgufFile::open(&path)?;
-            assert_eq!(opened.kept_types(), [(kind, GgmlDType::Q8_0, 1)]);
+            assert_eq!(opened.kept_types(&ModelConfig::from_gguf(&opened)?), [(kind, GgmlDType::Q8_0, 1)]);
             let (bytes, of_scales) = (on_gpu(&opened, DType::F32, None)?, if scale == 1. { 0 } else { 2 * 4 });
             let others = 4 * (ModelConfig::from_gguf(&opened)?.parameters() - 256 * 256);
             assert_eq!(bytes, others + 256 * 256 / 32 * 34 + of_scales);

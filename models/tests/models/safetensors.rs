@@ -149,6 +149,15 @@ fn sizes_are_those_of_the_weights() -> Result<()> {
             }
         }
     }
+    let fewer = sparse.clone().set("num_hidden_layers", 3).set("layer_types", vec!["linear_attention"; 3]);
+    refused(load(&fewer), &["`num_hidden_layers`: expected 4", "got 3"]);
+    // Other families' draft heads count on.
+    let head = ["input_layernorm", "eh_proj"].map(|name| format!("model.layers.4.{name}.weight"));
+    let mut headed = sparse.clone();
+    for name in &head {
+        headed = plus(&headed, name, ones(16, DType::F32)?);
+    }
+    assert!(matches!(load(&headed)?.remarks(), [remark] if remark.contains("model.layers (2)")));
     // Without the files the weights are still there.
     let lost = sparse.clone().unset("shared_expert_intermediate_size");
     refused(lost.model(), &["`shared_expert_intermediate_size`", "mlp.shared_expert.gate_proj.weight"]);
@@ -172,6 +181,54 @@ fn a_head_beside_tied_embeddings() -> Result<()> {
     for model in [load(&same)?, load(&none)?, same.model()?] {
         assert_eq!(logits(&model)?, logits(&none.model()?)?);
         assert!(model.remarks().is_empty() && model.config().tie_word_embeddings);
+    }
+    Ok(())
+}
+
+#[test]
+fn wide_numbers_are_those_of_the_text_model() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("model.safetensors");
+    let tiny = Tiny::qwen3_next();
+    let config = tiny.model_config()?;
+    let wide = |kept: &[&str], more: &[&str]| -> Result<u64> {
+        let narrow = |(name, weight): (&String, &Tensor)| {
+            let dtype = if kept.contains(&name.as_str()) { DType::F32 } else { DType::BF16 };
+            Ok((name.clone(), weight.to_dtype(dtype)?))
+        };
+        let mut weights = tiny.weights.iter().map(narrow).collect::<Result<std::collections::HashMap<_, _>>>()?;
+        for name in more {
+            weights.insert(name.to_string(), ones((3, 5), DType::F32)?);
+        }
+        safetensors::save(&weights, &path)?;
+        // SAFETY: nobody else writes to the folder.
+        Ok(unsafe { SafetensorsFiles::open(&[&path])? }.wide_parameters(&config))
+    };
+    let up = "model.layers.0.mlp.shared_expert.up_proj.weight";
+    let of_up = tiny.weights[up].elem_count() as u64;
+    for (kept, more, want) in [
+        (&[][..], &[][..], 0),
+        (&["model.layers.0.mlp.gate.weight", "model.norm.weight", "model.embed_tokens.weight"], &[], 0),
+        (&[], &["model.visual.merger.weight", "model.layers.0.mlp.up_proj.weight_scale_inv"], 0),
+        (&[up], &[], of_up),
+        (&[up], &["mtp.fc.weight"], of_up + 15),
+    ] {
+        assert_eq!(wide(kept, more)?, want, "{kept:?} {more:?}");
+    }
+    Ok(())
+}
+
+#[test]
+fn a_draft_head_is_where_a_loader_finds_it() -> Result<()> {
+    let dir = tempfile::tempdir()?;
+    let path = dir.path().join("model.safetensors");
+    for (at, want) in [("", true), ("model.", true), ("language_model.", true), ("model.language_model.", false)] {
+        safetensors::save(
+            &plus(&Tiny::qwen3_next(), &format!("{at}mtp.fc.weight"), ones(4, DType::F32)?).weights,
+            &path,
+        )?;
+        // SAFETY: nobody else writes to the folder.
+        assert_eq!(unsafe { SafetensorsFiles::open(&[&path])? }.has_draft_head(), want, "{at}");
     }
     Ok(())
 }

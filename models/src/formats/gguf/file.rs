@@ -1,13 +1,13 @@
 //! GGUF files: their metadata, and rows of their tensors.
 
-use super::super::blocks::{float, Blocks};
+use super::super::blocks::Blocks;
 use super::header::{self, Header, TensorInfo};
-use super::types::{GgmlType, Kept};
+use super::types::Kept;
 use crate::config::ModelConfig;
 use candle_core::quantized::gguf_file::Value;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, DType, Result};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::File;
 use std::io::{BufReader, Read};
 use std::ops::Range;
@@ -68,7 +68,7 @@ impl GgufFile {
     /// Adds the draft head of a file of its own, as llama.cpp's converter writes it with `--mtp`: the tensors that this one has not.
     ///
     /// # Errors
-    /// As [`open`](Self::open), or where the file is of another architecture or has no draft head.
+    /// As [`open`](Self::open), or where the file is of another architecture or width, or has no draft head.
     pub fn add_draft_head(&mut self, path: impl AsRef<Path>) -> Result<()> {
         let head = Self::open(&path)?;
         let architecture =
@@ -77,27 +77,19 @@ impl GgufFile {
         if own != other {
             bail!("{}: expected a draft head of architecture {own:?}, got one of {other:?}", head.path().display())
         }
-        if !head.files.iter().flat_map(|file| file.header.tensors.keys()).any(|name| name.ends_with(EH_PROJ)) {
+        let Some((name, projection)) = head.infos().find(|(name, _)| name.ends_with(EH_PROJ)) else {
             bail!("{}: expected a draft head, got a file without a tensor `blk.N{EH_PROJ}`", head.path().display())
+        };
+        let width = self.shape("token_embd.weight").and_then(|dims| dims.last().copied()).unwrap_or(0);
+        if projection.dims != [width, 2 * width] {
+            let (file, want) = (head.path().display(), [width, 2 * width]);
+            bail!("{file}: tensor `{name}`: expected {want:?}, as the model is wide, got {:?}", projection.dims)
         }
         for mut file in head.files {
             file.header.tensors.retain(|name, _| !self.contains(name));
             self.files.push(file);
         }
         Ok(())
-    }
-
-    /// The types, by ggml's names, whose tensors are decoded as they are read and kept in another type, for which there are
-    /// kernels; with that type and how many tensors of the text model they are.
-    pub fn kept_types(&self) -> Vec<(&'static str, GgmlDType, usize)> {
-        let mut counts = BTreeMap::new();
-        for (name, info) in self.infos() {
-            let of_model = ["blk.", "token_embd.", "output"].iter().any(|start| name.starts_with(start));
-            if let Some(GgmlType { name, kept: Kept::Decoded(dtype, _), .. }) = info.of.filter(|_| of_model) {
-                counts.entry(*name).or_insert((*name, *dtype, 0)).2 += 1;
-            }
-        }
-        counts.into_values().collect()
     }
 
     /// The path of the file, or of its first part.
@@ -172,11 +164,6 @@ impl GgufFile {
     /// The type that a tensor has once it is read.
     pub(super) fn dtype(&self, tensor: &str) -> Option<GgmlDType> {
         self.find(tensor)?.1.of?.dtype()
-    }
-
-    /// Whether any of its tensors is quantised.
-    pub(crate) fn is_quantized(&self) -> bool {
-        self.infos().any(|(_, info)| info.of.and_then(GgmlType::dtype).is_some_and(|dtype| float(dtype).is_none()))
     }
 
     fn find(&self, tensor: &str) -> Option<(&OneFile, &TensorInfo)> {

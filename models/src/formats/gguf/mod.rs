@@ -23,7 +23,7 @@ use candle_core::{bail, DType, Device, Result, Shape, Tensor};
 use candle_nn::var_builder::SimpleBackend;
 use candle_nn::{Init, VarBuilder};
 use file::joined;
-use names::{place, Heads, Place, Value};
+use names::{is_of_model, place, Heads, Place, Value};
 use std::collections::BTreeSet;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -64,13 +64,10 @@ impl<'a> GgufWeights<'a> {
     pub(crate) fn check_all_read(&self) -> Result<()> {
         let read = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         let is_unread = |name: &&str| {
-            let of_model = match name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
-                Some((layer, _)) => layer.parse::<usize>().is_ok_and(|layer| layer < self.heads.layers),
-                None => ["token_embd.", "output.", "output_norm.", "rope_"].iter().any(|start| name.starts_with(start)),
-            };
             // A scale is read with its tensor; that of activations concerns kernels for 4-bit ones.
             let stem = name.strip_suffix(".scale").or(name.strip_suffix(".input_scale"));
-            of_model && !stem.map_or(read.contains(*name), |stem| read.contains(&format!("{stem}.weight")))
+            is_of_model(name, self.heads.layers)
+                && !stem.map_or(read.contains(*name), |stem| read.contains(&format!("{stem}.weight")))
         };
         match self.file.tensors().filter(is_unread).min() {
             Some(name) => {
@@ -116,10 +113,6 @@ impl<'a> GgufWeights<'a> {
         });
         let dtype = |name: &String| self.file.dtype(&self.place(name).ok()?.tensor);
         names.iter().filter_map(dtype).find(|dtype| float(*dtype).is_none())
-    }
-
-    pub(crate) fn is_quantized(&self) -> bool {
-        self.file.is_quantized()
     }
 
     /// Whether it has the weight, in a tensor of its own.
@@ -240,13 +233,9 @@ impl SimpleBackend for GgufWeights<'_> {
         self.dense(&shape, name)?.to_device(device)?.to_dtype(dtype)
     }
 
-    fn get_unchecked(&self, name: &str, dtype: DType, device: &Device) -> Result<Tensor> {
-        if self.shards.is_some() {
-            bail!("{name}: which part of it a rank has depends on its shape, and none was asked for")
-        }
-        let place = self.place(name)?;
-        let shape = self.file.shape(&place.tensor).unwrap_or_default();
-        self.get(shape.into(), name, Init::default(), dtype, device)
+    /// Nobody asks without a shape, on which it depends what a rank has.
+    fn get_unchecked(&self, name: &str, _: DType, _: &Device) -> Result<Tensor> {
+        bail!("{}: `{name}`: expected a shape", self.file.path().display())
     }
 
     fn contains_tensor(&self, name: &str) -> bool {

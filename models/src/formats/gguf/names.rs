@@ -77,6 +77,14 @@ impl GgufFile {
     }
 }
 
+/// Whether a tensor belongs to a model with so many blocks: not to a vision tower (`v.*`), not to Ollama's draft head (`mtp.*`).
+pub(super) fn is_of_model(tensor: &str, blocks: usize) -> bool {
+    match tensor.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) {
+        Some((block, _)) => block.parse::<usize>().is_ok_and(|block| block < blocks),
+        None => ["token_embd.", "output.", "output_norm.", "rope_"].iter().any(|start| tensor.starts_with(start)),
+    }
+}
+
 /// The place of the weight that transformers calls `name`; `has` says which tensors the file contains.
 pub(super) fn place(name: &str, heads: &Heads, has: impl Fn(&str) -> bool) -> Option<Place> {
     let whole = |tensor: &str| Place { tensor: tensor.into(), rows: None, columns: None, value: Value::Same };
