@@ -78,8 +78,9 @@ fn sampling(options: &SamplingOptions, default: &Sampling) -> Result<Sampling, D
             None => default.top_k,
             // Dynamo's way to say all.
             Some(-1) => 0,
-            Some(k) => usize::try_from(k)
-                .map_err(|_| invalid(format!("top_k: expected a whole number of at least 0, or -1 for all, got {k}")))?,
+            Some(k) => usize::try_from(k).map_err(|_| {
+                invalid(format!("top_k: expected a whole number of at least 0, or -1 for all, got {k}"))
+            })?,
         },
         top_p: options.top_p.map_or(default.top_p, f64::from),
         min_p: options.min_p.map_or(default.min_p, f64::from),
