@@ -64,8 +64,8 @@ fn a_byte_order_mark_and_what_is_no_number() {
 fn added_tokens_are_objects() {
     let copy = Copy::new();
     copy.remove(&["tokenizer.json"]);
-    copy.write("vocab.json", r#"{"a": 0}"#.to_string());
-    copy.write("merges.txt", "#version: 0.2\n".to_string());
+    copy.write("vocab.json", r#"{"a": 0}"#);
+    copy.write("merges.txt", "#version: 0.2\n");
     copy.set("tokenizer_config.json", "added_tokens_decoder", json!({"1": "<|endoftext|>"}));
     let parts = ["tokenizer_config.json: `added_tokens_decoder`: 1: expected an object, got \"<|endoftext|>\""];
     fails("generate", &["--model", &copy.arg(), "--prompt", PROMPT], 1, &parts);
