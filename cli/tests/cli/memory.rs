@@ -230,7 +230,7 @@ fn dummy_models_are_timed() {
     run.says(&["prompt: 210 tokens", "decode: 15 tokens"]);
     assert!(!run.stderr.contains("prompt 1:"), "{run:?}");
 
-    let no_text: [&[&str]; 4] = [&[], &["--prompt", "a"], &["--chat", "--prompt", "a"], &["--prompt-file", "a"]];
+    let no_text: [&[&str]; 4] = [&[], &["--prompt", "a"], &["--chat", "--prompt", "a"], &["--prompt-file", &file]];
     for args in no_text {
         let args = [&["--load-format", "dummy", "--model", &dir], args].concat();
         fails("generate", &args, 1, &["no tokenizer.json", "--prompt-tokens"]);

@@ -34,8 +34,8 @@ fn attention_is_the_definition() {
     }
 }
 
-/// Rings of the least capacity in which every token sees its whole window, of more and of less, that have wrapped never, once and
-/// often; prompts have a kernel of their own.
+/// Rings of the least capacity in which every token sees its whole window and of more, that have wrapped never, once and often;
+/// prompts have a kernel of their own.
 #[test]
 fn attention_with_a_window_is_the_definition() {
     let mut seed = 100;
@@ -51,14 +51,13 @@ fn attention_with_a_window_is_the_definition() {
                 ] {
                     for window in [1, 7, 40, 2000] {
                         let longest = before.iter().zip(&lens).map(|(b, t)| b + t).max().unwrap_or(0);
-                        let tokens = lens.iter().max().copied().unwrap_or(0);
-                        let whole = window + tokens - 1;
-                        for capacity in [whole, whole + 13, window.max(tokens)] {
+                        let least = window + lens.iter().max().copied().unwrap_or(0) - 1;
+                        for more in [0, 13] {
                             seed += 1;
                             Case {
                                 dtype,
                                 window: Some(window),
-                                capacity: capacity.min(longest + 3),
+                                capacity: (least + more).min(longest + 3),
                                 slots: seed % 2 == 0,
                                 gated: seed % 3 != 0,
                                 scale: (seed % 5 == 1).then_some(0.2),
