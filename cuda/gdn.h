@@ -101,7 +101,7 @@ typedef struct gdn_common {
 typedef enum gdn_algo {
   GDN_AUTO = 0,
   GDN_RECURRENT = 1,       // token by token, any head size
-  GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q and k aligned to 4 elements, of the state to 16 bytes
+  GDN_RECURRENT_128 = 2,   // token by token, K = V = 128; rows of q, k and the state aligned to 4 elements
   GDN_DECODE = 3,          // made for decode: one token, K 64, 96, 128, 192 or 256 and V a multiple of 32, gates in f32 or in io_dtype;
                            // or up to 16 tokens (also with cu_seqlens), K = V = 128 or K 96 and V 192. Rows of q and k aligned to 8
                            // elements, of v to 4, of the state to 16 bytes

@@ -1,8 +1,8 @@
 // Which kernel runs for which sizes, of all families but linear: pure functions of the parameters and of the device, without
 // CUDA's headers, tested as tables on any machine (tests/plan_test.cpp).
 //
-// The choice is made here and nowhere else, since callers of the C ABI get GDN_AUTO from it too; what Rust chooses (src/plan.rs)
-// is between ops. All bounds were measured; each family's README.md has the times.
+// The choice is made here, since callers of the C ABI get GDN_AUTO from it too; what Rust chooses (src/plan.rs) is between ops, and
+// it repeats the sizes that it needs for that and for its messages. All bounds were measured; each family's README.md has the times.
 #pragma once
 
 #include "common/checks.h"

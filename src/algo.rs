@@ -20,17 +20,17 @@ pub enum Algo {
     /// Token by token, any head size. On the CPU, from eight tokens on, one pass over the state handles four tokens.
     Recurrent,
     /// Token by token, specialised for K = V = 128. On CUDA the rows of q and k must begin at multiples of four elements
-    /// and the state at 16 bytes, which `Auto` checks and this refuses.
+    /// and the state at four of its own, which `Auto` checks and this refuses.
     Recurrent128,
     /// Made for decode: one token a sequence, K 64, 96, 128, 192 or 256 and V a multiple of 32; or up to 16 tokens, K = V = 128
     /// or K 96 and V 192; boundaries count as several tokens. On CUDA the rows of q and k must begin at multiples of eight elements,
     /// those of v at four, and the state at 16 bytes; for one token a and b are in f32 or in q's dtype.
     Decode,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
-    /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes, which `Auto` checks and this refuses;
+    /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes and the state at two elements, which `Auto` checks and this refuses;
     /// `Auto` uses it where it is the fastest. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
     /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
-    /// and [`Algo::Recurrent`] is the one to choose.
+    /// and [`Algo::Recurrent`] is the one to choose. In f16 what is made of the state, of v and of keys ends at 65,504.
     ChunkedSm80,
     /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there.
     ChunkedSm90,

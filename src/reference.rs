@@ -55,7 +55,7 @@ pub struct Inputs<'a> {
 /// which is updated in place.
 ///
 /// # Panics
-/// When a slice has another length than its shape says.
+/// When a slice is shorter than its shape says.
 pub fn gated_delta_rule(
     dims: Dims,
     constants: Constants,
@@ -110,7 +110,7 @@ pub struct Gradients {
 /// the final state (`d_state`). It keeps the state after every token.
 ///
 /// # Panics
-/// When a slice has another length than its shape says.
+/// When a slice is shorter than its shape says.
 pub fn gated_delta_rule_backward(
     dims: Dims,
     constants: Constants,

@@ -134,13 +134,27 @@ impl Slots {
         self.read.id() == other.read.id() && self.write.id() == other.write.id()
     }
 
-    /// Those that are written, to be read as well.
-    pub fn written(&self) -> Self {
-        let host = self.host.as_ref().map(|host| match &host.write {
-            Some(write) => Arc::new(Host { read: write.clone(), write: None, end: host.end }),
-            None => host.clone(),
-        });
-        Self { read: self.write.clone(), write: self.write.clone(), host }
+    /// Those that are written, to be read as well. A row of padding in either map stays one.
+    ///
+    /// # Errors
+    /// When the device is out of memory.
+    pub fn written(&self) -> Result<Self> {
+        if self.in_place() {
+            return Ok(self.clone());
+        }
+        let Some((read, write)) = self.on_host() else {
+            let Self { read, write, .. } = self.in_u32()?;
+            if read.elem_count() == 0 {
+                return Ok(Self::from_tensors(&write, &write));
+            }
+            let _working = Working::new(read.device());
+            let slots = read.eq(NO_SLOT)?.where_cond(&read, &write)?;
+            return Ok(Self::from_tensors(&slots, &slots));
+        };
+        let slots: Vec<u32> = read.iter().zip(write).map(|(r, w)| if *r == NO_SLOT { NO_SLOT } else { *w }).collect();
+        let tensor = if slots == write { self.write.clone() } else { to_device(&slots, self.read.device())? };
+        let host = Host::new("slots", &slots, None)?;
+        Ok(Self { read: tensor.clone(), write: tensor, host: Some(Arc::new(host)) })
     }
 
     /// The same with both maps in u32.

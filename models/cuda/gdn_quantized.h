@@ -33,7 +33,7 @@ typedef struct gdn_quantized_part {
 
 #define GDN_QUANTIZED_PARTS 4    // at most
 
-// y = x w^T, the outputs of all parts side by side. x is taken in 16 bits of fixed point, with a scale for each 32 inputs: within 2^-16 of the largest of
+// y = x w^T, the outputs of all parts side by side. x is taken in 16 bits of fixed point, with a scale for each 32 inputs: within about 2^-16 of the largest of
 // the 32. All else is exact but for sums in f32. A NaN or an infinity in a row of x makes all of its y NaN; numbers of x below 1e-30 count as 0.
 typedef struct gdn_quantized_params {
   const void *x;           // [rows, inputs], dtype, aligned to 16 bytes

@@ -74,7 +74,8 @@ impl GatedDeltaNet {
     /// # Errors
     /// When x, the slots or the pool do not fit; the message says what was expected. The pool is then unchanged, but for the
     /// two failures that [`GatedDeltaNet::forward`] names. After either, the slots written of a pool whose rings share their spans
-    /// ([`PoolOptions::shared_ring`](crate::PoolOptions::shared_ring)) hold no state: zero or restore them.
+    /// ([`PoolOptions::shared_ring`](crate::PoolOptions::shared_ring)) hold no state: zero or restore them. A call without tokens on CUDA
+    /// needs slots made from host values where they differ.
     pub fn forward_slots(
         &self,
         x: &Tensor,
@@ -208,7 +209,8 @@ impl GatedDeltaNet {
         call: Call<'_>,
         (ring, slots): (&Ring, &Slots),
     ) -> Result<Tensor> {
-        flushed(ring, call.states, slots, || self.rule(p, Call { slots: Some(&slots.written()), ..call }))
+        let written = slots.written()?;
+        flushed(ring, call.states, slots, || self.rule(p, Call { slots: Some(&written), ..call }))
     }
 
     /// What sequences of no tokens leave: their states, where they are not written to where they were read.

@@ -36,7 +36,12 @@ impl TrainableGatedDeltaNet {
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = self.parts().clone();
         let dense = dense_rows(self.config(), &in_proj)?;
         let conv_weight = conv_weight.joined()?;
-        let dtype = dense.as_ref().map_or(conv_weight.dtype(), Tensor::dtype);
+        // The convolution may be in f32 beside projections in 16 bits.
+        let dtype = dense
+            .as_ref()
+            .map(Tensor::dtype)
+            .or(in_proj.dtype(self.config()).map(|(_, dtype)| dtype))
+            .unwrap_or(conv_weight.dtype());
         let in_proj = match (dense, in_proj) {
             (Some(weight), _) => InProjection::Fused(DenseWeight::new(weight)?.into()),
             (None, InProjection::Fused(all)) => InProjection::Fused(frozen(&all)?),

@@ -142,7 +142,8 @@ impl GatedDeltaNet {
     /// made by [`Slots::new`], the tokens wait in the ring, and [`GatedDeltaNet::commit`] only says how many of them count. A
     /// draft without a commit leaves no trace.
     ///
-    /// Up to 8 tokens a sequence use the decode step, on the CPU and in place in a ring up to 16; more tokens use the chunk forms.
+    /// Up to 8 tokens a sequence use the decode step, on the CPU and in place in a ring up to 16; more tokens use
+    /// convolution, rule and norm one after the other.
     ///
     /// # Errors
     /// As [`GatedDeltaNet::forward_slots`], or where the host knows the slots and a sequence writes the slot it reads, unless

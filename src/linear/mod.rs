@@ -5,7 +5,7 @@ pub mod cuda;
 pub mod plan;
 
 use candle_core::{bail, DType, Device, Module, Result, Tensor};
-use candle_gdn_core::check::{check_device, check_dtype, check_float, check_untracked};
+use candle_gdn_core::check::{check_device, check_dtype, check_float, check_untracked, zeros};
 use candle_gdn_core::cpu::matmul::{products, Weights};
 use candle_gdn_core::device::{Launch, Working};
 use candle_gdn_core::host;
@@ -117,6 +117,9 @@ pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> 
     let _working = Working::new(x.device());
     check_float("multiply", "x", x.dtype())?;
     check_dtype("multiply", "weight", weight.dtype(), x.dtype())?;
+    if x.dim(0)? == 0 && !x.track_op() && !weight.track_op() {
+        return zeros("multiply", "x", &[0, weight.dim(0)?], x.dtype(), x.device());
+    }
     #[cfg(feature = "cuda")]
     if plan::kernel_wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
         if let Some(y) = cuda::multiply(x, weight, launch)? {

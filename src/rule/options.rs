@@ -7,9 +7,11 @@ use candle_core::{bail, Result, Tensor};
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct RuleOptions {
-    /// Divide q and k by their L2 norm inside the kernel. Default true.
+    /// Divide q and k by their L2 norm inside the kernel. Default true. Without it keys must be short: the rule itself diverges where
+    /// `beta |k|^2` exceeds 2, and the chunk forms hold products of keys up to 65,504.
     pub l2norm: bool,
-    /// Added to the sum of squares, inside the root. Default 1e-6.
+    /// Added to the sum of squares, inside the root. Default 1e-6. With 0 a key of zeros makes a state NaN where tokens are computed one by
+    /// one, and keys shorter than 1e-5 exceed what f16 holds in the chunk forms, which use at least 2^-100.
     pub l2_eps: f64,
     /// Multiplies q after the norm. Default `None`: `K^-0.5`.
     pub scale: Option<f64>,
@@ -56,8 +58,9 @@ impl RuleOptions {
         if !normal && l2_eps != 0.0 {
             bail!("{op}: l2_eps: expected a finite value of at least 0, none that is subnormal in f32, got {l2_eps}");
         }
-        if let Some(scale) = scale.filter(|scale| !scale.is_finite()) {
-            bail!("{op}: scale: expected a finite value, got {scale}");
+        // The kernels multiply in f32.
+        if let Some(scale) = scale.filter(|scale| !(*scale as f32).is_finite()) {
+            bail!("{op}: scale: expected a value that is finite in f32, got {scale}");
         }
         if !(beta_scale > 0.0 && beta_scale <= 2.0) {
             bail!("{op}: beta_scale: expected a value above 0 and up to 2, got {beta_scale}");

@@ -201,3 +201,16 @@ fn what_does_not_fit_is_named() {
     let cast = candle_nn::func(move |x: &Tensor| x.broadcast_matmul(&wide.t()?)?.to_dtype(DType::F64));
     call(Projection::module(cast), &["in_proj: expected it to give dtype F32"]);
 }
+
+/// CUDA has no empty allocation.
+#[test]
+fn no_rows_are_no_error() {
+    for device in &devices() {
+        let (c, weights) = (config(), weights_for(&config(), device).0);
+        let weight = DenseWeight::new(weights["out_proj.weight"].clone()).unwrap();
+        let x = Tensor::zeros((1, 3, weight.inputs()), DType::F32, device).unwrap().narrow(1, 0, 0).unwrap();
+        assert_eq!(weight.forward(&x).unwrap().dims(), [1, 0, weight.outputs()]);
+        let layer = layer(&c, &weights, InProjection::Fused(dense(&fused(&weights))), weight.into()).unwrap();
+        assert_eq!(layer.new_state(0).unwrap().batch(), 0);
+    }
+}

@@ -188,3 +188,24 @@ fn states_and_inputs_that_do_not_fit_are_named() {
         refused(layer.forward_with_state(&packed, Some(&cu), Some(&fits)), &["state.conv: expected shape [3, 3, 256]"]);
     }
 }
+
+/// The convolution may be in f32 beside projections in bf16, of which one is no dense matrix.
+#[test]
+fn a_frozen_layer_has_the_dtype_of_its_projections() {
+    for device in &devices() {
+        let (split, _) = weights_for(&config(), device);
+        let bf16 = |name: &str| Linear::new(split[name].to_dtype(DType::BF16).unwrap(), None);
+        let dense = |name: &str| Projection::new(bf16(name));
+        let in_proj = InProjection::Split {
+            qkv: Projection::module(bf16("in_proj_qkv.weight")),
+            z: dense("in_proj_z.weight"),
+            b: dense("in_proj_b.weight"),
+            a: dense("in_proj_a.weight"),
+        };
+        let layer = TrainableGatedDeltaNet::new(&config(), parts(&split, in_proj, dense("out_proj.weight"))).unwrap();
+        let x = Tensor::randn(0f32, 1., (1, 9, 24), device).unwrap().to_dtype(DType::BF16).unwrap();
+        let (want, frozen) = (layer.forward(&x, None).unwrap(), layer.freeze().unwrap());
+        let y = frozen.forward(&x, &mut frozen.new_state(1).unwrap()).unwrap();
+        assert!(rel_rms(&values(&y), &values(&want)) < 1e-2);
+    }
+}

@@ -2,7 +2,8 @@
 //!
 //! A thread takes locks in this order, any of which it may skip:
 //! 1. the shared stream ([`Working`]), which a thread that captures a graph has for itself;
-//! 2. the storages of an op's arguments, in their order, a storage that two of them share once;
+//! 2. the storages of an op's arguments, in their order. On CUDA, untracked ops and backward passes lock one that two of them share once;
+//!    candle, which runs ops on the CPU and tracked ones, once for each;
 //! 3. the states that it writes: the convolution's, then the recurrent one;
 //! 4. the tensors that it holds and reads: weights, gates, slots, boundaries;
 //! 5. a ring's tensors, which it writes: keys, updates, decays, inputs.

@@ -8,6 +8,7 @@ use candle_core::{bail, DType, Module, Result, Tensor};
 use candle_gdn::formats::Project;
 use candle_gdn::ops::multiply;
 use candle_gdn::Projection;
+use candle_gdn_core::check::zeros;
 use candle_gdn_core::cpu::matmul::products;
 use candle_gdn_core::{host, Launch};
 
@@ -58,7 +59,7 @@ impl Weight {
     fn multiply_rows(&self, x: &Tensor, launch: &Launch) -> Result<Tensor> {
         let rows = x.dim(0)?;
         if rows == 0 {
-            return Tensor::zeros((0, self.outputs()), x.dtype(), x.device());
+            return zeros("Weight", "rows", &[0, self.outputs()], x.dtype(), x.device());
         }
         match self {
             Self::Dense(weight) => multiply(x, weight, launch),

@@ -189,7 +189,8 @@ pub fn gdn_rule_diff(
     let op =
         RuleDiff { sizes, cu_seqlens: cu_seqlens.cloned(), options, has_state: state.is_some(), last: last.clone() };
     let gates = dense_rows(gates)?;
-    let state = state.map_or_else(|| Ok(gates.clone()), Tensor::contiguous)?;
+    // Without a state any tensor but the others: each argument is locked, and a Var that is locked twice stops a thread that sets it.
+    let state = state.map_or_else(|| Tensor::zeros(1, DType::F32, qkv.device()), Tensor::contiguous)?;
     let o = dense_rows(qkv)?.apply_op3(&gates, &state, op)?;
     let last = last.tensor(&o)?;
     Ok((o, last))

@@ -50,8 +50,10 @@ impl Ring {
             Ok::<_, candle_core::Error>(grown)
         };
         let [keys, updates, decays, inputs] = self.tensors().map(grown);
-        (self.keys, self.updates, self.decays, self.inputs) = (keys?, updates?, decays?, inputs?);
-        self.spans.grow(slots)
+        let grown = (keys?, updates?, decays?, inputs?);
+        self.spans.grow(slots)?;
+        (self.keys, self.updates, self.decays, self.inputs) = grown;
+        Ok(())
     }
 
     pub fn sizes(&self) -> Result<Dims> {

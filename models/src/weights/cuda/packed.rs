@@ -11,6 +11,7 @@ use crate::weights::Tiles;
 use candle_core::backend::BackendStorage;
 use candle_core::quantized::GgmlDType;
 use candle_core::{bail, CudaStorage, DType, Device, Result, Shape, Storage, Tensor};
+use candle_gdn_core::check::zeros;
 use candle_gdn_core::device::cuda::{alloc, alloc_of, check, dtype_code, int, read, stream_of, write, Pointer};
 use candle_gdn_core::{held, held_u32, Launch};
 use std::ffi::c_void;
@@ -79,12 +80,11 @@ impl Packed {
 
     /// The rows of these numbers, `ids [n]` in u32, in a float dtype: `[n, inputs]`. One past the last is zeros.
     pub(crate) fn rows(&self, ids: &Tensor, dtype: DType) -> Result<Tensor> {
-        let ids = ids.to_dtype(DType::U32)?.contiguous()?;
         let rows = ids.elem_count();
-        match rows {
-            0 => Tensor::zeros((0, self.inputs), dtype, self.bytes.device()),
-            _ => rows_of(&[self], Some(&ids), rows, dtype),
+        if rows == 0 {
+            return zeros("Packed", "rows", &[0, self.inputs], dtype, self.bytes.device());
         }
+        rows_of(&[self], Some(&ids.to_dtype(DType::U32)?.contiguous()?), rows, dtype)
     }
 }
 
