@@ -12,7 +12,7 @@ mod memory;
 pub mod plan;
 mod progress;
 pub mod ranks;
-mod safetensors;
+pub mod safetensors;
 pub mod settings;
 pub mod stream;
 mod vocab_tokenizer;

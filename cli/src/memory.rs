@@ -11,7 +11,7 @@ use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn::{Algo, RingSpans};
-use candle_gdn_models::{quantized_cpu_bytes, FfnKind, GgufFile, MixerKind, ModelConfig, StateLayout};
+use candle_gdn_models::{quantized_cpu_bytes, DraftDepth, FfnKind, GgufFile, MixerKind, ModelConfig, StateLayout};
 use free::free;
 
 /// Kernels and workspaces of libraries, on a GPU.
@@ -60,6 +60,13 @@ pub struct Room {
     pub prefixes: usize,
     /// Whether the draft head is loaded.
     pub draft_head: bool,
+}
+
+impl Room {
+    /// The most drafts that a sequence has verified at once.
+    fn drafted(&self) -> usize {
+        self.draft.max(if self.draft_head { DraftDepth::MOST } else { 0 })
+    }
 }
 
 impl<'a> Need<'a> {
@@ -148,8 +155,11 @@ impl<'a> Run<'a> {
         let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
         // Snapshots of one sequence share their keys and values.
         let caches = room.sequences.saturating_add(room.snapshots.min(1));
+        // A pass that verifies drafts has the logits of each, and may have more rows than one that feeds prompts.
+        let verified = product(&[room.sequences, room.drafted().saturating_add(1).min(room.max_len)]) as usize;
         let tokens = product(&[room.sequences, room.max_len]).min(args.prefill_chunk_at(*device) as u64) as usize;
-        let pass = pass(config, tokens, room);
+        let tokens = tokens.max(verified);
+        let pass = pass(config, tokens, room.sequences, verified, is_cpu);
         let ranks = if is_cpu { self.ranks as u64 } else { 1 };
         let of_all = |bytes: u64| bytes.saturating_mul(ranks);
         Ok(Bytes {
@@ -160,9 +170,7 @@ impl<'a> Run<'a> {
                 let unpacked = unpacked(config, args, dtype, checkpoint.lora().is_some());
                 pass.saturating_add(self.repacked()).max(unpacked)
             } else {
-                // Each sequence has the logits of a token and of its drafts.
-                let logits = room.sequences.saturating_mul(room.draft.saturating_add(1));
-                let dequantised = config.dequantised_bytes(dtype, self.is_packed(), tokens, logits);
+                let dequantised = config.dequantised_bytes(dtype, self.is_packed(), tokens, verified);
                 pass.saturating_add(LIBRARIES).saturating_add(dequantised)
             }),
         })
@@ -244,8 +252,8 @@ pub fn weights(
     Ok(all)
 }
 
-/// An estimate of the activations of the widest pass: rows in f32 between two operations.
-fn pass(config: &ModelConfig, tokens: usize, room: &Room) -> u64 {
+/// An estimate of the activations of the widest pass: rows in f32 between two operations, and the logits of `verified` rows.
+fn pass(config: &ModelConfig, tokens: usize, sequences: usize, verified: usize, is_cpu: bool) -> u64 {
     let (gdn, attention, hidden) = (&config.gdn, &config.attention, config.hidden_size);
     let keys = product(&[4, gdn.num_key_heads, gdn.key_head_dim]);
     let linear = keys.saturating_add(product(&[4, gdn.num_value_heads, gdn.value_head_dim]));
@@ -261,7 +269,10 @@ fn pass(config: &ModelConfig, tokens: usize, room: &Room) -> u64 {
     let widest = ffn.max().unwrap_or(0).max(linear).max(full).saturating_add(product(&[6, hidden]));
     let rows = widest.saturating_mul(4).saturating_mul(tokens as u64);
     // Logits in the model's dtype, in f32, and as the sampler has them.
-    rows.saturating_add(product(&[room.sequences, config.vocab_size, 12]))
+    let logits = product(&[sequences, config.vocab_size, 12]);
+    // Those of drafts on a GPU in the model's dtype and in f32; on the CPU in f32, which the sampler copies.
+    let of_drafts = product(&[verified.saturating_sub(sequences), config.vocab_size, if is_cpu { 8 } else { 6 }]);
+    rows.saturating_add(logits).saturating_add(of_drafts)
 }
 
 /// Bytes of the largest weights that the CPU holds twice at a time: as read, in fp8 also before that, and packed. To be quantised

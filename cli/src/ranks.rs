@@ -1,7 +1,7 @@
 //! One run on several devices: a thread a rank, and all of them do the same.
 
 use anyhow::{bail, Result};
-use candle_core::Device;
+use candle_core::{Device, Tensor};
 use candle_gdn_models::{Collective, LocalRank};
 use std::cell::Cell;
 use std::io::Write;
@@ -41,6 +41,17 @@ impl Rank {
     /// The only rank.
     pub fn single(device: Device) -> Self {
         Self { device, group: None, pace: Pace::default() }
+    }
+
+    /// Whether it holds on every rank: they must go on alike. All of them ask.
+    ///
+    /// # Errors
+    /// When a rank is gone.
+    pub fn on_all(&self, own: bool) -> Result<bool> {
+        let Some(group) = &self.group else { return Ok(own) };
+        let count = Tensor::new(&[if own { 1f32 } else { 0. }], &self.device)?;
+        let count = group.all_reduce(&count)?.to_vec1::<f32>()?[0];
+        Ok(count as usize == group.size())
     }
 }
 
@@ -167,6 +178,17 @@ fn expect_gpus(ranks: usize, gpus: usize) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The first rank does not decide alone.
+    #[test]
+    fn what_holds_on_one_rank_does_not_hold_on_all() -> Result<()> {
+        assert!(run(2, true, |rank| rank.on_all(true))?);
+        assert!(!run(2, true, |rank| rank.on_all(is_first()))?);
+        assert!(!run(2, true, |rank| rank.on_all(!is_first()))?);
+        let alone = Rank::single(Device::Cpu);
+        assert!(alone.on_all(true)? && !alone.on_all(false)?);
+        Ok(())
+    }
 
     #[test]
     fn every_rank_has_a_gpu() {

@@ -8,10 +8,14 @@ use std::path::Path;
 /// Bytes of a header, as the crate `safetensors` has it.
 const MAX_HEADER: u64 = 100_000_000;
 
-type Header = serde_json::Map<String, serde_json::Value>;
+/// By names of tensors, and `__metadata__`.
+pub type Header = serde_json::Map<String, serde_json::Value>;
 
-/// Whether the length of `path` is what its header describes.
-pub fn check(path: &Path) -> Result<()> {
+/// The header of a file, and the bytes of both. It is read only if it can be one: within the file, and no longer than any is.
+///
+/// # Errors
+/// When it cannot; the message names the file.
+pub fn read_header(path: &Path) -> Result<(Header, u64, u64)> {
     let name = path.display();
     let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;
     let len = file.metadata().with_context(|| format!("cannot read {name}"))?.len();
@@ -31,6 +35,13 @@ pub fn check(path: &Path) -> Result<()> {
     file.read_exact(&mut header).with_context(|| format!("cannot read {name}"))?;
     let header: Header =
         serde_json::from_slice(&header).with_context(|| format!("{name} is no safetensors file: its header"))?;
+    Ok((header, header_len, len))
+}
+
+/// Whether the length of `path` is what its header describes.
+pub fn check(path: &Path) -> Result<()> {
+    let name = path.display();
+    let (header, header_len, len) = read_header(path)?;
     let mut end = 0;
     for (tensor, info) in header.iter().filter(|(k, _)| *k != "__metadata__") {
         match info["data_offsets"][1].as_u64() {

@@ -7,7 +7,6 @@ use crate::fingerprint::{Fingerprint, ModelFingerprint};
 use crate::transfer::State;
 use crate::Args;
 use anyhow::{anyhow, Context, Result};
-use candle_core::Tensor;
 use candle_gdn_cli::{draft_after, load_model, ranks, Checkpoint, Need, Rank, Room};
 use candle_gdn_models::{
     CausalLm, DraftHeadChoice, Engine, EngineHandle, EngineMessages, EngineOptions, Event, FinishReason, Followers,
@@ -95,8 +94,9 @@ impl Driver {
         Ok(Self { engine, thread, shared, requests: Arc::default(), room, max_len, prefill_chunk, fingerprint })
     }
 
-    /// Sends a request, with the state after its first tokens if there is one, and waits until it is accepted or refused, at
-    /// most for one step of the model; None where the engine has ended. It ends where the engine or `ends` says so.
+    /// Sends a request, with the state after its first tokens if there is one, and waits until it is accepted or refused: at
+    /// most a step of the model for each 64 messages before it. None where the engine has ended. It ends where the engine or
+    /// `ends` says so.
     pub async fn submit(&self, request: Request, ends: Ends, state: Option<State>) -> Option<Result<Running, Refusal>> {
         let ((sender, outputs), (answer, answered)) = (mpsc::unbounded_channel(), oneshot::channel());
         let (requests, room, is_full) = (self.requests.clone(), self.room, Arc::new(AtomicBool::new(false)));
@@ -228,19 +228,11 @@ fn load(
     let mut draft_head = draft_head;
     // Nobody who did not ask for the head goes without the rest for it.
     if draft_head && serve.mtp == DraftHeadChoice::Auto {
-        draft_head = on_all(rank, need(true)?.fits(&rank.device))?;
+        draft_head = rank.on_all(need(true)?.fits(&rank.device))?;
     }
     need(draft_head)?.check(rank)?;
     let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;
     Ok((model, options))
-}
-
-/// Whether it holds on every rank: they must go on alike.
-fn on_all(rank: &Rank, own: bool) -> Result<bool> {
-    let Some(group) = &rank.group else { return Ok(own) };
-    let count = Tensor::new(&[if own { 1f32 } else { 0. }], &rank.device)?;
-    let count = group.all_reduce(&count)?.to_vec1::<f32>()?[0];
-    Ok(count as usize == group.size())
 }
 
 /// The request, which goes on from the state if that is of use. The state stays on the host until the request is admitted.

@@ -7,7 +7,7 @@ use crate::driver::{Driver, Output, Refusal, Running};
 use crate::figures::Shared;
 use crate::transfer::{Peers, Shelf, State, PATIENCE};
 use crate::Args;
-use anyhow::{ensure, Context};
+use anyhow::{anyhow, ensure, Context};
 use async_trait::async_trait;
 use candle_core::DType;
 use candle_gdn_cli::args::ChatArgs;
@@ -278,7 +278,11 @@ fn ticket(
                 Ok(handed_on(ticket.unwrap_or_else(fed_there), prompt))
             }
             Some(Output { finished: Some(FinishReason::Failed(why)), .. }) => Err(backend(BackendError::Unknown, why)),
-            Some(_) => Err(backend(BackendError::Unknown, "the state cannot be handed on".into())),
+            // The prompt was fed, and its state could not be made or copied: as where the shelf is full.
+            Some(Output { finished: Some(reason), .. }) if reason != FinishReason::Cancelled => {
+                Ok(handed_on(fed_there(anyhow!("there is no copy of it")), prompt))
+            }
+            Some(_) => Err(backend(BackendError::Unknown, "the prompt was not fed".into())),
             None => Err(backend(BackendError::EngineShutdown, "the engine has ended".into())),
         }
     })

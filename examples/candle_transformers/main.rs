@@ -95,6 +95,10 @@ fn run(args: &Args) -> Result<()> {
         }
     }
     print("\n")?;
-    let _ = writeln!(io::stderr(), "{:.1} tokens/s", offset as f64 / start.elapsed().as_secs_f64());
+    let _ = writeln!(
+        io::stderr(),
+        "{:.1} tokens/s of prompt and completion together",
+        offset as f64 / start.elapsed().as_secs_f64()
+    );
     Ok(())
 }

@@ -9,14 +9,13 @@ use crate::optimizer::{accumulate, clip, learning_rate, AdamW, Gradients};
 use crate::weights::{self, save_checkpoint, Weights};
 use anyhow::{bail, Context, Result};
 use candle_core::{DType, Device};
+use candle_gdn_cli::safetensors::read_header;
 use candle_gdn_cli::status;
 use candle_gdn_models::ModelConfig;
 use candle_nn::ParamsAdamW;
 use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
-use std::fs::File;
-use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// What fixes the losses of a run.
@@ -251,11 +250,8 @@ fn copy_texts(from: &Path, to: &Path, endings: &[&str]) -> Result<()> {
 
 /// What stands in the header of a state.
 fn progress(path: &Path) -> Result<Progress> {
-    let mut file = File::open(path)?;
-    let (mut len, mut header) = ([0; 8], Vec::new());
-    file.read_exact(&mut len)?;
-    file.take(u64::from_le_bytes(len)).read_to_end(&mut header)?;
-    let header: Value = serde_json::from_slice(&header)?;
-    let progress = header["__metadata__"][PROGRESS].as_str().context("expected the state of a training run")?;
+    let (header, ..) = read_header(path)?;
+    let metadata = header.get("__metadata__").context("expected the state of a training run")?;
+    let progress = metadata[PROGRESS].as_str().context("expected the state of a training run")?;
     Ok(serde_json::from_str(progress)?)
 }

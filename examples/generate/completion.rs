@@ -25,7 +25,7 @@ pub enum Stop {
 }
 
 impl Stop {
-    /// Of a completion that ended by itself; an error of the engine is one of the run.
+    /// Of a completion that ended by itself; an error where the engine gave it up.
     pub fn by_itself(reason: FinishReason) -> Result<Self> {
         Ok(match reason {
             FinishReason::Stop => Self::EndOfText,
@@ -76,17 +76,18 @@ impl<'a> Completion<'a> {
         output.push(self.prompt, text)
     }
 
-    /// Says why it ended.
-    pub fn finish(self, stop: Stop, plan: &Plan, output: &mut Output) -> Result<()> {
+    /// Says why it ended; an error is why it failed.
+    pub fn finish(self, stop: Result<Stop>, plan: &Plan, output: &mut Output) -> Result<()> {
         let drawn = self.tokens.len();
         let positions = format!("{} {} positions", plan.positions_of, plan.positions);
         let why = match stop {
-            Stop::EndOfText => format!("end of text after {drawn} tokens"),
-            Stop::TextFound => format!("--stop after {drawn} tokens"),
-            Stop::SampleLen => format!("{drawn} tokens (-n)"),
-            Stop::PositionLimit => format!("{drawn} tokens, {positions}"),
-            Stop::Interrupted => format!("interrupted after {drawn} tokens"),
-            Stop::ClosedOutput => format!("output closed after {drawn} tokens"),
+            Ok(Stop::EndOfText) => format!("end of text after {drawn} tokens"),
+            Ok(Stop::TextFound) => format!("--stop after {drawn} tokens"),
+            Ok(Stop::SampleLen) => format!("{drawn} tokens (-n)"),
+            Ok(Stop::PositionLimit) => format!("{drawn} tokens, {positions}"),
+            Ok(Stop::Interrupted) => format!("interrupted after {drawn} tokens"),
+            Ok(Stop::ClosedOutput) => format!("output closed after {drawn} tokens"),
+            Err(e) => format!("failed: {e:#}"),
         };
         output.finish(self.prompt, format!("stopped: {why}"))
     }

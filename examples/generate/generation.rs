@@ -3,8 +3,8 @@
 use super::completion::{Completion, Stop};
 use super::job::{Job, MIB};
 use super::output::Output;
-use anyhow::Result;
-use candle_gdn_cli::{bar, status};
+use anyhow::{bail, Result};
+use candle_gdn_cli::{bar, is_first, status};
 use candle_gdn_models::{CausalLm, Engine, Event, RequestId};
 use indicatif::ProgressBar;
 use std::sync::atomic::Ordering;
@@ -20,6 +20,8 @@ pub struct Generation<'a> {
     /// Whether all prompts were fed.
     fed: bool,
     last_stop: Stop,
+    /// Why completions failed. The others went on.
+    failed: Vec<String>,
 }
 
 impl<'a> Generation<'a> {
@@ -32,10 +34,13 @@ impl<'a> Generation<'a> {
             completions.push((id, Some(Completion::new(n, job))));
         }
         let output = Output::new(job.prompts.len(), job.tokenizer.is_some(), bar.clone());
-        Ok(Self { job, engine, completions, output, bar, fed: false, last_stop: Stop::SampleLen })
+        Ok(Self { job, engine, completions, output, bar, fed: false, last_stop: Stop::SampleLen, failed: Vec::new() })
     }
 
     /// Completes all prompts, or as far as it comes.
+    ///
+    /// # Errors
+    /// Where a completion failed too, once all others have ended.
     pub fn run(mut self) -> Result<Stop> {
         let stop = self.advance();
         self.bar.finish_and_clear();
@@ -44,7 +49,13 @@ impl<'a> Generation<'a> {
         let stop = stop?;
         flushed?;
         self.report(stop);
-        Ok(stop)
+        match self.failed.first() {
+            // An error of another rank would end the program while the first one still prints.
+            Some(why) if is_first() && stop != Stop::Interrupted => {
+                bail!("{} of {} prompts failed: {why}", self.failed.len(), self.job.prompts.len())
+            }
+            _ => Ok(stop),
+        }
     }
 
     /// Ctrl-C and a closed output end it between two passes of the model.
@@ -69,7 +80,7 @@ impl<'a> Generation<'a> {
         let taken = self.completions.iter_mut().filter_map(|(_, completion)| completion.take());
         for mut completion in taken.filter(|completion| !completion.tokens.is_empty()) {
             let stop = completion.rest(stop, &mut self.output)?;
-            completion.finish(stop, self.job.plan, &mut self.output)?;
+            completion.finish(Ok(stop), self.job.plan, &mut self.output)?;
         }
         Ok(stop)
     }
@@ -101,12 +112,21 @@ impl<'a> Generation<'a> {
                 Ok(())
             }
             Event::Finished { reason, .. } => {
-                let stop = Stop::by_itself(reason)?;
-                // Nobody reads the rest: that is why it ends.
-                self.last_stop = if self.output.closed() { Stop::ClosedOutput } else { stop };
                 let Some(mut completion) = completion.take() else { return Ok(()) };
-                self.last_stop = completion.rest(self.last_stop, &mut self.output)?;
-                completion.finish(self.last_stop, self.job.plan, &mut self.output)
+                let closed = self.output.closed().then_some(Stop::ClosedOutput);
+                let stop = match Stop::by_itself(reason) {
+                    Ok(stop) => {
+                        // Nobody reads the rest: that is why it ends.
+                        self.last_stop = completion.rest(closed.unwrap_or(stop), &mut self.output)?;
+                        Ok(self.last_stop)
+                    }
+                    Err(e) => {
+                        completion.rest(Stop::Interrupted, &mut self.output)?;
+                        self.failed.push(format!("{e:#}"));
+                        Err(e)
+                    }
+                };
+                completion.finish(stop, self.job.plan, &mut self.output)
             }
             _ => Ok(()),
         }

@@ -148,7 +148,7 @@ impl<'a> Interactive<'a> {
             all = [&prompt.tokens[..], &self.talk.encode(&completion.said, false)?].concat();
         }
         self.talk.answered(message, completion.said.clone(), all);
-        completion.finish(stop, self.job.plan, &mut output)?;
+        completion.finish(Ok(stop), self.job.plan, &mut output)?;
         output.push(0, "\n")?;
         if stop != Stop::EndOfText {
             output.last_line();

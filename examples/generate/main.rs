@@ -115,8 +115,7 @@ impl Task<'_> {
         let mut draft_head = self.plan.draft_head;
         // Nobody who did not ask for the head goes without the rest for it.
         if draft_head && args.run.mtp == DraftHeadChoice::Auto {
-            let fits = need(true)?.fits(&rank.device);
-            draft_head = rank.pace.agree(u8::from(fits)) == 1;
+            draft_head = rank.on_all(need(true)?.fits(&rank.device))?;
         }
         need(draft_head)?.check(rank)?;
         let model = load_model(&args.model, checkpoint, config, draft_head, rank)?;

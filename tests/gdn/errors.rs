@@ -99,7 +99,8 @@ fn rule_shapes() {
             refused(good.with_options(change).decode(), parts);
         };
         options(|o| o.l2_eps = -1.0, &["l2_eps", "got -1"]);
-        options(|o| o.scale = Some(f64::NAN), &["scale: expected a finite value, got NaN"]);
+        options(|o| o.scale = Some(f64::NAN), &["scale: expected a value that is finite in f32, got NaN"]);
+        options(|o| o.scale = Some(1e39), &["scale: expected a value that is finite in f32, got 1"]);
         options(|o| o.beta_scale = 3.0, &["beta_scale", "got 3"]);
         options(|o| o.algo = Algo::Recurrent128, &["algo", "Recurrent128", "16"]);
         options(|o| o.algo = Algo::Decode, &["gdn_decode: algo: Decode supports K of 64", "got 16 (K)"]);

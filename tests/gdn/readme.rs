@@ -10,7 +10,7 @@ use candle_nn::{AdamW, Optimizer, ParamsAdamW, VarMap};
 
 #[test]
 fn the_layer_in_a_model() -> anyhow::Result<()> {
-    let dir = "examples/generate/demo"; // any checkpoint of the family; this one is in the clone
+    let dir = "examples/generate/demo"; // any checkpoint of the family (all its files); this one is in the clone
     let device = Device::cuda_if_available(0)?;
     let config: GdnConfig = serde_json::from_str(&std::fs::read_to_string(format!("{dir}/config.json"))?)?;
     let vb =

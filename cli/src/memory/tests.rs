@@ -30,18 +30,34 @@ fn of_4b(args: &[&str]) -> Result<u64> {
     Ok(on_gpu(&[&["--model", "qwen3.5-4b"], args].concat(), &[12], u64::MAX)?.0)
 }
 
-/// Rings hold up to 15 drafts and the token before them; a kernel that was chosen has no rings.
+/// Rings hold up to 15 drafts and the token before them; a kernel that was chosen has no rings. Each draft has logits besides.
 #[test]
 fn drafts_take_states_where_they_do_not_fit_into_rings() -> Result<()> {
     let plain = of_4b(&[])?;
-    assert_eq!([of_4b(&["--draft", "4"])?, of_4b(&["--draft", "15"])?], [plain; 2]);
-    assert!(of_4b(&["--draft", "16"])? > plain);
+    let logits = |drafts: u64| drafts * 248320 * 6;
+    assert_eq!([of_4b(&["--draft", "4"])?, of_4b(&["--draft", "15"])?], [4, 15].map(|n| plain + logits(n)));
+    assert!(of_4b(&["--draft", "16"])? > plain + logits(16));
     let chosen = |args: &[&str]| of_4b(&[&["--algo", "recurrent"], args].concat());
     let without_rings = chosen(&[])?;
-    let of_drafts = chosen(&["--draft", "4"])? - without_rings;
-    assert!(without_rings < plain && of_drafts > 0);
+    let of_states = chosen(&["--draft", "4"])? - without_rings - logits(4);
+    assert!(without_rings < plain && of_states > 0);
     let of_head = of_4b(&["--mtp", "on"])? - plain;
-    assert_eq!(chosen(&["--mtp", "on"])? - without_rings, of_head + of_drafts);
+    assert!(of_head > logits(7));
+    assert_eq!(chosen(&["--mtp", "on"])? - without_rings, of_head + of_states);
+    Ok(())
+}
+
+/// Of many sequences with drafts more rows are verified than prompts may have.
+#[test]
+fn drafts_of_many_sequences_are_rows_of_a_pass() -> Result<()> {
+    let of = |draft: &str, chunk: &str| {
+        let args = ["--model", "qwen3.5-4b", "--draft", draft, "--prefill-chunk", chunk];
+        Ok::<_, anyhow::Error>(on_gpu(&args, &[500; 64], u64::MAX)?.0)
+    };
+    let logits = |drafts: u64| 64 * drafts * 248320 * 6;
+    assert!(of("15", "256")? > of("0", "256")? + logits(15));
+    assert_eq!(of("15", "256")?, of("15", "1024")?);
+    assert_eq!(of("3", "1024")?, of("0", "1024")? + logits(3));
     Ok(())
 }
 

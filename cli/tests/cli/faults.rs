@@ -1,7 +1,7 @@
 //! What `generate` is fed to make it hang, abort or take all memory: each is one sentence and exit code 1.
 
-use crate::cli::{fails, generate, Copy};
-use candle_core::{safetensors, Device};
+use crate::cli::{fails, generate, run, tokenizer, Copy};
+use candle_core::{safetensors, DType, Device, Tensor};
 use serde_json::json;
 
 #[test]
@@ -56,4 +56,33 @@ fn a_tensor_in_two_files_is_no_choice() {
     let map = json!({ "weight_map": { "a": "first.safetensors", "b": "other.safetensors" } });
     copy.write("model.safetensors.index.json", map.to_string());
     fails("generate", &["--model", &copy.arg(), "-n", "1"], 1, &["first.safetensors", "other.safetensors", name]);
+}
+
+/// A word whose embedding is not finite: the prompt that has it fails, and the others go on.
+#[test]
+fn a_failed_prompt_ends_no_run() {
+    let copy = Copy::new();
+    let prompts = ["In the beginning", "Jesus wept.", "Blessed are the poor"];
+    let ids = |text: &str| tokenizer().encode(text, false).unwrap().get_ids().to_vec();
+    let plain = generate(&["--prompt", prompts[0], "--prompt", prompts[2], "-n", "9"]);
+    let all = ids(&(prompts[0].to_string() + " " + prompts[2] + &plain.stdout));
+    let word = ids(prompts[1]).into_iter().find(|id| !all.contains(id)).expect("a token of its own");
+    copy.weights(|weights| {
+        let name = "model.embed_tokens.weight";
+        let table = weights[name].to_dtype(DType::F32).unwrap();
+        let rows = table.dims()[0] as u32;
+        let row = |id: u32| if id == word { f32::INFINITY } else { 0. };
+        let more = Tensor::from_iter((0..rows).map(row), &Device::Cpu).unwrap().reshape((rows as usize, 1)).unwrap();
+        weights.insert(name.into(), table.broadcast_add(&more).unwrap());
+    });
+    let model = copy.arg();
+    let args = ["--model", &model, "--prompt", prompts[0], "--prompt", prompts[1], "--prompt", prompts[2], "-n", "9"];
+    for more in [&[][..], &["--tensor-parallel", "2"]] {
+        let run = run("generate", &[&args, more].concat());
+        run.says(&["prompt 1: stopped: 9 tokens", "prompt 2: stopped: failed: the model gave", "prompt 3: stopped: 9"]);
+        run.says(&["1 of 3 prompts failed: the model gave"]);
+        assert_eq!(run.code, Some(1), "{run:?}");
+        let others = plain.stdout.replace("==> prompt 2 <==", "==> prompt 2 <==\n\n==> prompt 3 <==");
+        assert_eq!(run.stdout, others);
+    }
 }

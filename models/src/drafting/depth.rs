@@ -148,7 +148,8 @@ impl Depths {
         if *since > again {
             // Deeper first, then none, in turn.
             let step = *since - again;
-            if step == TRIAL {
+            // Another text may have made `again` less than the steps so far: then the trial is shorter.
+            if step >= TRIAL {
                 *since = 0;
                 *vain = if best > 0 { 0 } else { DOUBLINGS.min(*vain + 1) };
             }

@@ -77,6 +77,24 @@ fn drafts_that_never_pay_are_hardly_tried() {
     assert!(first.is_some_and(|first| first < 10_000), "{first:?}");
 }
 
+/// A trial is due sooner where drafts pay: after a text where they do not, its steps may all be past.
+#[test]
+fn a_trial_ends_after_a_change_of_text() {
+    let mut depths = Depths::default();
+    for depth in 0..=MOST {
+        (0..5).for_each(|_| depths.measured(1, depth, Duration::from_secs_f64(1. + 0.4 * depth as f64)));
+    }
+    let text = |chance: f64| [(Chances { by_depth: [chance; MOST], seen: [9; MOST] }, usize::MAX)];
+    (0..100).for_each(|step| assert_eq!(depths.choose(&text(0.)), [0], "{step}"));
+    let best = 4;
+    let chosen: Vec<usize> = (0..200).map(|_| depths.choose(&text(0.9))[0]).collect();
+    let trials = chosen.iter().filter(|depth| **depth == best + 1).count();
+    let rest = chosen.iter().filter(|depth| **depth == best).count();
+    assert!((1..=7).contains(&trials) && rest > 180, "{chosen:?}");
+    // Nor is one left open where no drafts pay again.
+    assert_eq!(depths.choose(&text(0.)), [0]);
+}
+
 #[test]
 fn nothing_is_drafted_before_its_time() {
     let (mut depths, ms) = (Depths::after(Duration::from_millis(100)), Duration::from_millis(1));

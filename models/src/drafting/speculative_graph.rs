@@ -72,6 +72,10 @@ impl SpeculativeGraph {
 }
 
 impl StepGraph for SpeculativeGraph {
+    fn is_valid(&self, model: &CausalLm, pool: &SequencePool) -> bool {
+        self.graph.is_valid(model, pool)
+    }
+
     fn is_ready(&self, model: &CausalLm, pool: &SequencePool, sequences: &[Sequence]) -> bool {
         let same = |(s, (slot, version)): (&Sequence, &(usize, u64))| {
             s.slot as usize == *slot && pool.slot(OP, *s).is_ok() && pool.entries[*slot].version == *version

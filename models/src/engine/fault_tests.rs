@@ -1,16 +1,18 @@
 //! Engines in which a call fails: what each request gets, and the size of passes afterwards.
 
-use super::graphs::{Capture, StepSize};
+use super::graphs::{Capture, Graphs, StepSize};
 use super::tests::{fail_after, left, HostGraphs, BEGIN, READ, SNAPSHOT};
 use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
 use crate::parallel::{Collective, LocalRank};
-use crate::sampling::Sampler;
-use crate::sequences::step_graph::SharedGraph;
+use crate::sampling::{Choice, Sampler};
+use crate::sequences::step_graph::{Pending, SharedGraph, Step, StepGraph};
 use crate::sequences::tests::{model, shard, weights, VOCAB};
-use crate::sequences::SequencePool;
+use crate::sequences::{Sequence, SequencePool};
 use crate::CausalLm;
 use candle_core::Result;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::rc::Rc;
 use std::sync::Arc;
 
 /// With steps ahead of the host, of so many drafts each.
@@ -137,6 +139,70 @@ fn steps_without_their_graph_run() -> Result<()> {
     assert_eq!(ends[0], ends[1]);
     assert!(matches!(&others[..], [Event::NoGraph { why, .. }] if why == "none of this size"), "{others:?}");
     assert_eq!(engine.recovery.limit, usize::MAX);
+    Ok(())
+}
+
+/// Graphs of the pool as it was, captured as long as `true` is inside.
+#[derive(Debug)]
+struct Narrow(Rc<Cell<bool>>);
+
+#[derive(Debug)]
+struct OfMemory(u64);
+
+impl Capture for Narrow {
+    fn capture(&self, _: &CausalLm, pool: &mut SequencePool, _: &Sampler, _: StepSize) -> Result<SharedGraph> {
+        match self.0.get() {
+            true => Ok(Rc::new(RefCell::new(OfMemory(pool.memory)))),
+            false => candle_core::bail!("no memory for it"),
+        }
+    }
+}
+
+impl StepGraph for OfMemory {
+    fn is_valid(&self, _: &CausalLm, pool: &SequencePool) -> bool {
+        self.0 == pool.memory
+    }
+
+    fn is_ready(&self, _: &CausalLm, _: &SequencePool, _: &[Sequence]) -> bool {
+        false
+    }
+
+    fn launch(
+        &mut self,
+        _: &CausalLm,
+        _: &mut SequencePool,
+        _: &[Sequence],
+        _: Option<&[Choice]>,
+    ) -> Result<Box<dyn Pending>> {
+        candle_core::bail!("not launched")
+    }
+
+    fn end(&self, _: &CausalLm, _: &mut SequencePool, _: &Step<'_>) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A graph is dropped where the pool's memory has moved; where it cannot be captured again, the step runs without.
+#[test]
+fn a_graph_of_old_memory_is_captured_again_or_left_out() -> Result<()> {
+    let (model, mut events, can_capture) = (model(0.1)?, vec![], Rc::new(Cell::new(true)));
+    let (mut pool, sampler) = (model.new_sequences(1, 16)?, Sampler::new(model.device())?);
+    let options = EngineOptions { cuda_graph: GraphChoice::On, ..EngineOptions::new(1, 16) };
+    let source = Box::new(Narrow(can_capture.clone()));
+    let mut graphs = Graphs::new(&options, source, &sampler, &model, &mut pool, &mut events)?;
+    let size = StepSize { sequences: 1, depth: 0, logprobs: false };
+    let mut valid = |pool: &mut SequencePool, events: &mut Vec<Event>| -> Result<Option<bool>> {
+        let graph = graphs.find_or_capture(size, &sampler, &model, pool, events)?;
+        Ok(graph.map(|graph| graph.borrow().is_valid(&model, pool)))
+    };
+    assert_eq!(valid(&mut pool, &mut events)?, Some(true));
+    pool.grow_to(20)?;
+    assert_eq!(valid(&mut pool, &mut events)?, Some(true));
+    can_capture.set(false);
+    assert_eq!(valid(&mut pool, &mut events)?, Some(true));
+    pool.grow_to(24)?;
+    assert_eq!(valid(&mut pool, &mut events)?, None);
+    assert!(matches!(&events[..], [Event::NoGraph { why, .. }] if why == "no memory for it"), "{events:?}");
     Ok(())
 }
 

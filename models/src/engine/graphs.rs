@@ -131,6 +131,9 @@ impl Graphs {
         events: &mut Vec<Event>,
     ) -> Result<Option<SharedGraph>> {
         let size = StepSize { sequences: size.sequences.next_power_of_two().min(self.most), ..size };
+        // One that the pool has outgrown would be captured again as it is launched, while the old one takes memory, and an error there
+        // fails the pass.
+        self.captured.retain(|(_, graph)| graph.borrow().is_valid(model, pool));
         if let Some((_, graph)) = self.captured.iter().find(|(captured, _)| *captured == size) {
             return Ok(Some(graph.clone()));
         }

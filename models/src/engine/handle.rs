@@ -95,8 +95,9 @@ enum Command {
     Step,
 }
 
-/// The first rank's way to the engines of the others; empty where it is alone. With others a request with [`Request::resume`] is
-/// refused: the snapshot is one of the first rank's shard.
+/// The first rank's way to the engines of the others; empty where it is alone. With others a request with [`Request::resume`],
+/// [`Request::snapshot_at`] or [`Request::snapshot_end`] is refused: a snapshot would be one of the first rank's shard, and the memory
+/// that it holds there is free on the others.
 #[derive(Default)]
 pub struct Followers(Vec<Sender<Command>>);
 
@@ -165,7 +166,7 @@ impl EngineHandle {
         Ok((handle, thread))
     }
 
-    /// Sends a request and waits until it is accepted or refused, at most for one step of the model.
+    /// Sends a request and waits until it is accepted or refused: at most a step of the model for each 64 messages before it.
     ///
     /// # Errors
     /// As [`Engine::submit`], or when the engine has ended.
@@ -222,13 +223,14 @@ impl EngineHandle {
         self.messages.send(Message::Submit(submission)).map_err(|_| gone())
     }
 
-    /// Ends a request before the next step, unless it has ended.
+    /// Ends a request, unless it has ended, once the messages before it are taken: 64 between two steps.
     pub fn cancel(&self, id: RequestId) {
         // An engine that has ended has no requests.
         let _ = self.messages.send(Message::Cancel(id));
     }
 
-    /// Ends the engine's thread before the next step, with all requests: they get no [`Event::Finished`].
+    /// Ends the engine's thread once the messages before it are taken, 64 between two steps, with all requests: they get no
+    /// [`Event::Finished`].
     pub fn stop(&self) {
         let _ = self.messages.send(Message::Stop);
     }
@@ -305,6 +307,13 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
             Ok(Request { resume: Some(_), .. }) if !self.followers.0.is_empty() => Err(Error::Msg(
                 "Engine: request: resume: expected none with several ranks, got a snapshot of one".into(),
             )),
+            // Whoever asks holds this rank's, and the others drop theirs: from then on their memory differs.
+            Ok(Request { snapshot_at, snapshot_end, .. })
+                if !self.followers.0.is_empty() && (snapshot_at.is_some() || snapshot_end) =>
+            {
+                let arg = if snapshot_end { "snapshot_end" } else { "snapshot_at" };
+                Err(Error::Msg(format!("Engine: request: {arg}: expected no snapshot with several ranks")))
+            }
             Ok(request) => {
                 self.followers.send(|| Command::Submit(Arc::new(request.clone())))?;
                 let tokens = request.tokens.len();

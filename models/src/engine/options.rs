@@ -12,7 +12,8 @@ pub struct EngineOptions {
     pub max_len: usize,
     /// The most requests that wait for a sequence to end; one more is refused. With 0 none waits, but a free sequence is used.
     pub max_waiting: usize,
-    /// The most prompt tokens of a pass, which bounds its memory.
+    /// The most prompt tokens of a pass, which bounds its memory. Prompts are fed first come, first served: one that is longer than
+    /// this holds back those behind it, which get no tokens until it is fed. Completions under way go on, a token a pass.
     pub prefill_chunk: usize,
     /// The most tokens to draft at each step by prompt look-up: what followed the last tokens earlier in the text. Fewer where
     /// drafts were rejected; 0 for none.

@@ -27,7 +27,7 @@ pub struct Request {
     /// are not fed again. With [`Followers`](super::Followers) none is possible, as a snapshot is one of a single rank.
     pub resume: Option<Arc<SequenceSnapshot>>,
     /// After this many tokens of the prompt the engine makes a snapshot ([`Event::Snapshot`](super::Event::Snapshot)), if they
-    /// are fed.
+    /// are fed. With [`Followers`](super::Followers) neither this nor [`snapshot_end`](Self::snapshot_end) is possible.
     pub snapshot_at: Option<usize>,
     /// Whether the engine makes a snapshot before the request finishes; without memory for it there is none.
     pub snapshot_end: bool,

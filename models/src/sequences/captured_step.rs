@@ -44,7 +44,7 @@ impl ModelGraph {
     ) -> Result<Self> {
         let asks = |moe| routed_on_host(moe, model.config.hidden_size, model.dtype, rows);
         if model.config.moe.as_ref().is_some_and(asks) {
-            bail!("{op}: batch: expected at most 32 tokens of a model with experts in f32, got {rows}")
+            bail!("{op}: batch: expected at most 32 tokens of a model whose experts our kernels do not support, got {rows}")
         }
         let most = match model.quantized {
             None => usize::MAX,
@@ -175,6 +175,10 @@ fn end_step(model: &CausalLm, pool: &mut SequencePool, slots: &[usize]) -> Resul
 }
 
 impl StepGraph for CapturedStep {
+    fn is_valid(&self, model: &CausalLm, pool: &SequencePool) -> bool {
+        self.graph.is_valid(model, pool)
+    }
+
     fn is_ready(&self, model: &CausalLm, pool: &SequencePool, _: &[Sequence]) -> bool {
         self.graph.is_valid(model, pool)
     }

@@ -11,6 +11,12 @@ use std::rc::Rc;
 /// A decode step that draws the next tokens on the device. What the next step of the same sequences reads lies there too, so that it
 /// can be launched before the host reads these tokens.
 pub(crate) trait StepGraph: Debug {
+    /// Whether what the step reads lies where it lay when the step was captured.
+    fn is_valid(&self, model: &CausalLm, pool: &SequencePool) -> bool {
+        let _ = (model, pool);
+        true
+    }
+
     /// Whether a step of just these sequences, launched now, needs nothing of the host.
     fn is_ready(&self, model: &CausalLm, pool: &SequencePool, sequences: &[Sequence]) -> bool;
 

@@ -53,8 +53,8 @@ impl CausalLm {
     /// have drafts: one more state for each.
     ///
     /// # Errors
-    /// As [`feed`](Self::feed), or when a layer has a window and a draft more tokens than its ring has room for. Errors leave the sequences unchanged, except for a pass that fails half-way where states have
-    /// rings.
+    /// As [`feed`](Self::feed), or when a layer has a window and a draft more tokens than its ring has room for. Errors leave the
+    /// sequences unchanged, except for a pass that fails half-way where states have rings.
     pub fn verify(&self, pool: &mut SequencePool, batch: &[(Sequence, &[u32])]) -> Result<(Tensor, Drafts)> {
         let slots = pool.batch_slots(VERIFY, self.id, batch.iter().map(|(s, tokens)| (*s, tokens.len())))?;
         if let (Some(room), Some(most)) = (pool.room(), batch.iter().map(|(_, tokens)| tokens.len()).max()) {

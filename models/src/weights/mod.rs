@@ -7,8 +7,9 @@
 //! 4. [`plan`] chooses the kernel: pure functions of rows, sizes, storage and dtype.
 //!
 //! # To add a number format
-//! A block type of GGUF: a row in `formats/gguf/types.rs`. `Kept::Decoded` keeps it as q8_0, and that is all. Steps 3 to 5 are for a
-//! type that stays as it is and gets kernels of ours. Any other format:
+//! A block type of GGUF: a row in `formats/gguf/types.rs`, whose array is then one longer. `Kept::Decoded` keeps it as a `GgmlDType`
+//! that candle has, such as q8_0, by a function in `types/decode.rs`, and that is all. Steps 3 to 5 are for a type that stays as
+//! it is and gets kernels of ours. Any other format:
 //! 1. `formats/NAME.rs`: implement [`Format`](crate::formats::Format), so that `matrix` returns a `Stored`, and let the
 //!    loader (`loader.rs`) give it to the `Source`. A `quantization_config` that names it: `config/quantization.rs`. If the
 //!    format dequantises as it loads, this is all.

@@ -10,7 +10,7 @@ use candle_core::DType;
 /// How the kernels of a product read its weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernel {
-    /// As it is stored, once for up to [`FEW`] rows of x.
+    /// As it is stored, once for up to [`FEW`] rows of x where it is packed, or [`GDN_SCALED_ROWS`] in e4m3.
     Few,
     /// As it is stored, once for up to [`MANY`] rows of x, by tensor cores.
     Many,

@@ -142,9 +142,10 @@ fn what_cannot_be_divided_is_named() -> Result<()> {
     Ok(())
 }
 
-/// The first rank's snapshot is one of its own shard: the other one would wait for ever for a request that goes on from it.
+/// The first rank's snapshot is one of its own shard: the other one would wait for ever for a request that goes on from it, and has
+/// none where the first one holds it.
 #[test]
-fn no_request_resumes_with_followers() -> Result<()> {
+fn followers_have_no_part_in_snapshots() -> Result<()> {
     let ((handle, messages), (followers, mut follow)) = (EngineHandle::new(), Followers::new(1));
     let engine = |rank: LocalRank| -> Result<Engine<CausalLm>> {
         Engine::new(parts_of(&four_heads(), Arc::new(rank))?, EngineOptions::new(1, 64))
@@ -154,16 +155,19 @@ fn no_request_resumes_with_followers() -> Result<()> {
     let second = std::thread::spawn(move || follower.follow(&mut engine(second)?));
     let first = std::thread::spawn(move || messages.drive(engine(first)?, followers, ()));
     let events = |mut submitted: Submitted| std::iter::from_fn(move || submitted.events.blocking_recv());
-    let request = Request { snapshot_at: Some(5), ..Request::new(PROMPT.to_vec(), 4) };
-    let snapshot = events(handle.submit(request.clone())?).find_map(|event| match event {
-        Event::Snapshot { snapshot, .. } => Some(snapshot),
-        _ => None,
-    });
-    assert!(snapshot.is_some());
-    refused(
-        handle.submit(Request { resume: snapshot, ..request.clone() }),
-        &["resume: expected none with several ranks"],
-    );
+    let request = Request::new(PROMPT.to_vec(), 4);
+    let whole = four_heads().model()?;
+    let mut pool = whole.new_sequences(1, 64)?;
+    let sequence = pool.begin()?;
+    whole.feed(&mut pool, &[(sequence, &PROMPT[..5])])?;
+    let resume = Some(Arc::new(pool.snapshot(sequence)?));
+    for (arg, wanted) in [
+        ("resume: expected none", Request { resume, ..request.clone() }),
+        ("snapshot_at: expected no snapshot", Request { snapshot_at: Some(5), ..request.clone() }),
+        ("snapshot_end: expected no snapshot", Request { snapshot_end: true, ..request.clone() }),
+    ] {
+        refused(handle.submit(wanted), &[arg, "with several ranks"]);
+    }
     let last = events(handle.submit(request)?).last();
     assert!(matches!(last, Some(Event::Finished { reason: FinishReason::MaxNewTokens, .. })), "{last:?}");
     drop(handle);

@@ -23,9 +23,10 @@ const DECODE: &str = "attention_decode";
 /// | result o | as q, contiguous | as q |
 ///
 /// `cache.positions` are those of the `AttentionPrepare`: tokens before these. Query head `h` reads key head `h / (H / HKV)`.
-/// Any number of tokens a sequence; up to 16, as in decode and the verification of drafts, have a kernel of their own. The keys
-/// of a sequence are divided among blocks, whose number follows from sizes that the host knows; the lengths are read on the
-/// device. Scores, softmax and sums are f32; in bf16 and f16 the weights are rounded before they multiply the values on the
+/// Any number of tokens a sequence. One kernel serves few tokens, as in decode and the verification of drafts, and everything that is in
+/// f32 or unaligned; another serves prompts, in bf16 and f16 on sm_90a from 128 rows on: tokens, times the query heads of a key head.
+/// The keys of a sequence are divided among blocks, whose number follows from sizes that the host knows; the lengths are read on
+/// the device. Scores, softmax and sums are f32; in bf16 and f16 the weights are rounded before they multiply the values on the
 /// tensor cores. A padding row's result is zero. Runs on CUDA.
 #[derive(Debug, Clone)]
 #[cfg_attr(not(feature = "cuda"), allow(dead_code))]
