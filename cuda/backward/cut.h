@@ -24,8 +24,8 @@ inline int64_t rounds_of(int64_t of_ends, int64_t of_middle, int32_t ends, int64
   return ends * rounds + (left > 0 ? ceil_div(left, sms) : 0);
 }
 
-// The cut that takes the least time: of sequences of `longest` chunks into segments, or as they are; into the latter where the two walks have
-// more blocks than there are multiprocessors, or where `segments` is 1 and not 0. `blocks`: of one walk of whole sequences. Middle segments are
+// The cut of sequences of `longest` chunks that takes the least time. They stay whole where the two walks have more blocks than there are
+// multiprocessors, or where `segments` is 1 and not 0. `blocks`: of one walk of whole sequences. Middle segments are
 // walked in both launches, in the first one with `transfer_blocks` each beside them. Time is counted in chunks of a block that has a
 // multiprocessor to itself. `wgmma`: the gradients kernel can begin beside the walks.
 inline Cut cut_of(int64_t blocks, int64_t transfer_blocks, int64_t longest, int64_t sms, int32_t segments, bool wgmma) {
