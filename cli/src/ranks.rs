@@ -43,7 +43,7 @@ impl Rank {
         Self { device, group: None, pace: Pace::default() }
     }
 
-    /// Whether it holds on every rank: they must go on alike. All of them ask.
+    /// Whether `own` is true on every rank, so that all go on alike. Every rank must call this.
     ///
     /// # Errors
     /// When a rank is gone.

@@ -11,10 +11,10 @@ const MAX_HEADER: u64 = 100_000_000;
 /// By names of tensors, and `__metadata__`.
 pub type Header = serde_json::Map<String, serde_json::Value>;
 
-/// The header of a file, and the bytes of both. It is read only if it can be one: within the file, and no longer than any is.
+/// The header of a file, its length and that of the file in bytes. A header that exceeds the file or the format's limit is not read.
 ///
 /// # Errors
-/// When it cannot; the message names the file.
+/// When the file has no such header or cannot be read; the message names the file.
 pub fn read_header(path: &Path) -> Result<(Header, u64, u64)> {
     let name = path.display();
     let mut file = File::open(path).with_context(|| format!("cannot open {name}"))?;

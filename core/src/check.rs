@@ -289,7 +289,7 @@ pub fn zeros(op: &str, arg: &str, shape: &[usize], dtype: DType, device: &Device
     }
     let _working = Working::new(device);
     if bytes == 0 {
-        // CUDA has no empty allocation: nothing of one element.
+        // CUDA has no empty allocation: an empty view of one element.
         return Tensor::zeros(1, dtype, device)?.narrow(0, 0, 0)?.reshape(shape);
     }
     Tensor::zeros(shape, dtype, device).map_err(|e| e.context(format!("{op}: {arg}: shape {shape:?} in {dtype:?}")))

@@ -77,7 +77,7 @@ fn drafts_that_never_pay_are_hardly_tried() {
     assert!(first.is_some_and(|first| first < 10_000), "{first:?}");
 }
 
-/// A trial is due sooner where drafts pay: after a text where they do not, its steps may all be past.
+/// Trials are due sooner where drafts pay than where they do not. After a change of text the steps so far can exceed those of a trial.
 #[test]
 fn a_trial_ends_after_a_change_of_text() {
     let mut depths = Depths::default();

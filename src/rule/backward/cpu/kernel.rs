@@ -360,7 +360,7 @@ impl<'a, 'b, T: Element> Group<'a, 'b, T> {
                 let d_x = unsafe { parts.qkv.part((self.out_token + t) * self.channels() + column, key_dim) };
                 let (row, at) = (part * CHUNK + i, (part * CHUNK + i) * keys);
                 let (unit, d_unit) = (&tokens.qk[at..][..key_dim], &d_qk[at..][..key_dim]);
-                // Where the square of a tiny scale has no reciprocal in f32, the gradient is lost to rounding too.
+                // The square of a tiny scale has no reciprocal in f32. The gradient of q is as small as the scale there.
                 let along = if rule.l2norm { (scale * scale).recip() as f32 } else { 0.0 };
                 let along = if along.is_finite() { along } else { 0.0 };
                 dispatch(Unnormalise { unit, d_unit, factor: tokens.factors[row] as f32, along, d_x });
