@@ -3,9 +3,7 @@
 // Every launcher takes one parameter struct and a stream, checks what can be checked on the host, launches, and
 // returns a `gdn_status`. None of them allocates, synchronises or reads device memory from the host, so all of them
 // may be captured into a CUDA graph. Strides count elements and are 64-bit; the innermost dimension of every tensor
-// is contiguous. The build needs nothing but nvcc:
-//
-//   nvcc -shared -Xcompiler -fPIC -std=c++17 --expt-relaxed-constexpr -o libcandle_gdn.so cuda/*/*.cu
+// is contiguous. The build needs nothing but nvcc; README.md has the command.
 //
 // The rule (Yang et al., "Gated Delta Networks", arXiv 2412.06464), per value head h with key head h / (HV / HK):
 //   q, k <- x * rsqrt(sum(x^2) + eps) when l2norm;   q <- q * scale

@@ -89,10 +89,11 @@ impl Slots {
             check_dense("slots: set", arg, map.layout(), &[values.len()])?;
         }
         let _working = Working::new(self.read.device());
-        for (_, map, values) in maps {
-            if !values.is_empty() {
-                map.slice_set(&Tensor::new(*values, map.device())?, 0, 0)?;
-            }
+        // All are allocated before one is written.
+        let filled = maps.iter().filter(|(_, _, values)| !values.is_empty());
+        let filled = filled.map(|(_, map, values)| Ok((map, Tensor::new(*values, map.device())?)));
+        for (map, values) in filled.collect::<Result<Vec<_>>>()? {
+            map.slice_set(&values, 0, 0)?;
         }
         self.host = Some(Arc::new(host));
         Ok(())
@@ -134,11 +135,11 @@ impl Slots {
         self.read.id() == other.read.id() && self.write.id() == other.write.id()
     }
 
-    /// Those that are written, to be read as well. A row of padding in either map stays one.
+    /// Those that are written, to be read as well, of a state of `num_slots`. A row of padding in either map stays one.
     ///
     /// # Errors
     /// When the device is out of memory.
-    pub fn written(&self) -> Result<Self> {
+    pub fn written(&self, num_slots: usize) -> Result<Self> {
         if self.in_place() {
             return Ok(self.clone());
         }
@@ -148,7 +149,7 @@ impl Slots {
                 return Ok(Self::from_tensors(&write, &write));
             }
             let _working = Working::new(read.device());
-            let slots = read.eq(NO_SLOT)?.where_cond(&read, &write)?;
+            let slots = read.ge(u32::try_from(num_slots).unwrap_or(NO_SLOT))?.where_cond(&read, &write)?;
             return Ok(Self::from_tensors(&slots, &slots));
         };
         let slots: Vec<u32> = read.iter().zip(write).map(|(r, w)| if *r == NO_SLOT { NO_SLOT } else { *w }).collect();
@@ -163,7 +164,11 @@ impl Slots {
             return Ok(self.clone());
         }
         let _working = Working::new(self.read.device());
-        let convert = |map: &Tensor| if map.elem_count() == 0 { Ok(map.clone()) } else { map.to_dtype(DType::U32) };
+        let convert = |map: &Tensor| match map.device() {
+            _ if map.elem_count() == 0 => Ok(map.clone()),
+            Device::Cpu => Tensor::new(cpu_values("slots", map)?, &Device::Cpu),
+            _ => map.to_dtype(DType::U32),
+        };
         let read = convert(&self.read)?;
         let write = if self.in_place() { read.clone() } else { convert(&self.write)? };
         Ok(Self { read, write, host: self.host.clone() })

@@ -13,7 +13,7 @@ namespace backward {
 // With recompute a sequence is cut into so many sections, whose records, states and updates the workspace holds one at a time.
 constexpr int32_t kSections = 8;
 
-int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
+int make_schedule(const gdn_rule_backward_params &p, bool wgmma, Schedule *s) {
   const gdn_sequences &seqs = p.common.seqs;
   const int64_t longest = ceil_div(max_tokens(seqs), kChunk), v_tiles = ceil_div(p.common.head_v, kTileRows);
   s->sections = p.recompute && longest > 1 ? static_cast<int32_t>(longest < kSections ? longest : kSections) : 1;
@@ -30,12 +30,12 @@ int make_schedule(const gdn_rule_backward_params &p, Schedule *s) {
   s->update_bytes = updates_in_place(p) ? 0 : heads * v_tiles * kTileBytes;
   const int64_t row_bytes = static_cast<int64_t>(seqs.num_seqs) * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
   s->carry_bytes = row_bytes * p.common.head_v, s->transfer_bytes = row_bytes * p.common.head_k;
-  s->cut = {s->sections > 1 || p.segments == 0 ? 1 : p.segments, 1};
-  if (s->sections > 1 || p.segments > 0) return GDN_OK;
+  s->cut = {s->sections > 1 || p.segments == 0 ? 1 : p.segments, 1, false};
+  if (s->sections > 1 || p.segments > 1 || s->places == 0) return GDN_OK;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   const Walk whole = {nullptr, nullptr, kReverse, 0, 0, 1}, transfer = {nullptr, nullptr, kTransfer, 0, 0, 1};
-  s->cut = cut_of(blocks_of(p.common, whole, 1), blocks_of(p.common, transfer, 1), longest, sms);
+  s->cut = cut_of(blocks_of(p.common, whole, 1), blocks_of(p.common, transfer, 1), longest, sms, p.segments, wgmma);
   return GDN_OK;
 }
 
@@ -68,9 +68,9 @@ int make_maps(const gdn_rule_backward_params &p, Maps *maps) {
 
 }  // namespace backward
 
-int chunked_backward_workspace(const gdn_rule_backward_params &p, int64_t *bytes) {
+int chunked_backward_workspace(const gdn_rule_backward_params &p, bool sm90, int64_t *bytes) {
   backward::Schedule s;
-  if (const int status = backward::make_schedule(p, &s)) return status;
+  if (const int status = backward::make_schedule(p, sm90, &s)) return status;
   *bytes = s.bytes();
   return GDN_OK;
 }
@@ -79,7 +79,7 @@ int launch_chunked_backward(const gdn_rule_backward_params &params, bool sm90, c
   gdn_rule_backward_params p = params;
   p.common.l2_eps = chunked_eps(p.common.l2_eps);
   backward::Schedule s;
-  if (const int status = backward::make_schedule(p, &s)) return status;
+  if (const int status = backward::make_schedule(p, sm90, &s)) return status;
   const int64_t bytes = s.bytes();
   if (bytes > 0 && (!p.workspace || !aligned(p.workspace, 256) || p.workspace_bytes < bytes)) return GDN_BAD_WORKSPACE;
   return p.common.io_dtype == GDN_F16 ? backward::launch_chunks<__half>(p, s, sm90, stream)

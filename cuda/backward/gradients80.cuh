@@ -234,7 +234,7 @@ gradients_kernel80(const __grid_constant__ gdn_rule_backward_params p, const __g
     const bool is_last = g.is_last();
     __syncthreads();
     if (is_last) return g.put_sums(d_q, d_k);
-    if (threadIdx.x == 0) s.step = step_after<PARTS>(p, span, work, s.step);
+    if (threadIdx.x == 0) s.step = step_after<PARTS>(work, s.step, [] { return Step{}; });
     __syncthreads();
   }
 }

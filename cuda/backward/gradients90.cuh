@@ -62,7 +62,7 @@ template <typename T, int TILES, int PARTS> struct Places90 : StepPlaces<T, TILE
 template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Places90<T, TILES, PARTS>> {
   using Base = StepMatrices<Places90<T, TILES, PARTS>>;
   using Base::buffer, Base::buffers, Base::columns_before, Base::count, Base::factors, Base::head, Base::item, Base::maps, Base::number,
-      Base::p, Base::raw, Base::shared, Base::step, Base::tile, Base::tiles_here, Base::update;
+      Base::p, Base::raw, Base::shared, Base::step, Base::tile, Base::tiles_here, Base::update, Base::work;
 
   __device__ __forceinline__ uint32_t full(int i) const { return tile(&shared.full[i]); }
   __device__ __forceinline__ uint32_t empty(int i) const { return tile(&shared.empty[i]); }
@@ -122,6 +122,13 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
 
   // ---- waits ----
 
+  __device__ __forceinline__ void wait_until_walked() const {
+    if (threadIdx.x % 32 == 0) {
+      ptx::wait_for_count(&buffers.records[this->index()].walk.walked, work.walkers);
+      ptx::fence_async_global();
+    }
+    __syncwarp();
+  }
   __device__ __forceinline__ void wait_for_step() const { ptx::barrier_wait(full(kStepBarrier + buffer()), number / 2 % 2); }
   __device__ __forceinline__ void wait_for(CopyBarrier i) const { ptx::barrier_wait(full(i), number % 2); }
   __device__ __forceinline__ void is_read(CopyBarrier i) const { ptx::barrier_arrive(empty(i)); }
@@ -275,11 +282,17 @@ template <typename T, int TILES, int PARTS> struct Gradients90 : StepMatrices<Pl
 };
 
 // The warp that copies: steps as their buffers become free.
-template <typename T, int TILES, int PARTS>
+template <typename T, int TILES, int PARTS, bool BESIDE>
 __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, const Buffers &buffers, const Maps &maps, const Span &span,
                                            const Work &work, GradientShared90 &s) {
   const bool copies = threadIdx.x % 32 == 0;
-  Step step = step_at(p, span, work, blockIdx.x);
+  Taker taker = {buffers.taken, 0};
+  if (BESIDE) taker.ask();
+  const auto next = [&](uint32_t item) {
+    if constexpr (BESIDE) return taker.next(p, work);
+    else return step_at(p, span, work, item);
+  };
+  Step step = next(blockIdx.x);
   for (int i = 0, item = 0, unclear = 0;; ++i) {
     const Gradients90<T, TILES, PARTS> g = {{{{p, buffers, work, step}, maps, s, i, item}}};
     const auto wait_until_read = [&](int barrier, int last) {
@@ -289,6 +302,7 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
     if (copies) s.steps[i % 2] = step;
     if (!step.there) return ptx::barrier_arrive(g.full(kStepBarrier + i % 2));
     __syncwarp();
+    if (BESIDE) g.wait_until_walked();
     g.copy_step(unclear);
     if (step.is_first()) wait_until_read(kRawBarrier + item % 2, item / 2 - 1), g.copy_raw(unclear);
     wait_until_read(kRowsBarrier, i - 1);
@@ -299,7 +313,7 @@ __device__ __forceinline__ void copy_steps(const gdn_rule_backward_params &p, co
     g.copy_states(s.gradients, buffers.gradients, g.full(kGradientsBarrier));
     __syncwarp();
     item += g.is_last();
-    step = step_after<PARTS>(p, span, work, step);
+    step = step_after<PARTS>(work, step, [&] { return next(step.item + gridDim.x); });
   }
 }
 
@@ -319,14 +333,14 @@ __device__ __forceinline__ void each_step(const gdn_rule_backward_params &p, con
 }
 
 // In a kernel function every part has a label.
-template <typename T, int TILES, int PARTS>
+template <typename T, int TILES, int PARTS, bool BESIDE>
 __global__ void __launch_bounds__(GradientShared90::kThreads, 1)
 gradients_kernel90(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
                    const Span span, const Work work) {
   if constexpr (!ptx::kSm90a) return;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   GradientShared90 &s = *reinterpret_cast<GradientShared90 *>(raw_shared);
-  ptx::grid_dependency_wait();
+  if (!BESIDE) ptx::grid_dependency_wait();
   // Barriers, and zeros past the diagonals and where there are no value rows.
   for (int i = threadIdx.x; i < 3 * kImageBytes / 4; i += s.kThreads) reinterpret_cast<uint32_t *>(s.attention)[i] = 0;
   if (TILES == 1 || PARTS > 1)
@@ -352,7 +366,11 @@ gradients_kernel90(const __grid_constant__ gdn_rule_backward_params p, const __g
     fewer_registers<kWarpRegisters>();
     const int warp = (threadIdx.x - kRowThreads) / 32;
     // The copies.
-    if (warp == 6) return copy_steps<T, TILES, PARTS>(p, buffers, maps, span, work, s);
+    if (warp == 6) {
+      copy_steps<T, TILES, PARTS, BESIDE>(p, buffers, maps, span, work, s);
+      if (BESIDE) ptx::grid_dependency_wait();    // what follows waits for this launch alone, and the walks may still store states
+      return;
+    }
     // The gradients of log decays.
     if (warp == 7)
       return each([&](const auto &g) {

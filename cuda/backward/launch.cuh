@@ -35,7 +35,7 @@ template <typename T> struct Launcher {
     static_assert(sizeof(PrepareShared<GROUPS>) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(s.places * p.common.num_k_heads, 128 * GROUPS, sizeof(PrepareShared<GROUPS>), &c)) return status;
-    return launch_allowed<prepare_kernel<T, WGMMA, GROUPS>>(c, optin, p, span, b.records);
+    return launch_allowed<prepare_kernel<T, WGMMA, GROUPS>>(c, optin, p, span, b.records, b.taken);
   }
   int prepare(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
@@ -53,6 +53,8 @@ template <typename T> struct Launcher {
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
+    // A cluster is a pair of multiprocessors. A walk beside which the other of the pair computes gradients would take half as long again.
+    if (walks.cut.beside) c.cluster = 2;
     return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks);
   }
   // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors, and for
@@ -69,8 +71,9 @@ template <typename T> struct Launcher {
   }
 
   template <int TILES, int PARTS> int gradients_as(const Span &span, const Buffers &b) const {
-    const int64_t items = s.places * p.common.num_k_heads;
-    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads};
+    int64_t items = s.places * p.common.num_k_heads;
+    if (s.cut.beside) items = ceil_div(max_tokens(p.common.seqs), kChunk) * p.common.seqs.num_seqs * p.common.num_k_heads;
+    const Work work = {static_cast<uint32_t>(items), p.common.num_v_heads / p.common.num_k_heads, static_cast<uint32_t>(2 * v_tiles())};
     LaunchConfig c;
     if (!wgmma) {
       if (const int status = grid(items, GradientShared80::kThreads, sizeof(GradientShared80), &c)) return status;
@@ -79,7 +82,8 @@ template <typename T> struct Launcher {
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     if (const int status = grid(items > sms ? sms : items, GradientShared90::kThreads, sizeof(GradientShared90), &c)) return status;
-    return launch_allowed<gradients_kernel90<T, TILES, PARTS>>(c, optin, p, b, maps, span, work);
+    if (s.cut.beside) return launch_allowed<gradients_kernel90<T, TILES, PARTS, true>>(c, optin, p, b, maps, span, work);
+    return launch_allowed<gradients_kernel90<T, TILES, PARTS, false>>(c, optin, p, b, maps, span, work);
   }
   int gradients(const Span &span, const Buffers &b) const {
     if (s.places == 0) return GDN_OK;
@@ -95,6 +99,7 @@ template <typename T> struct Launcher {
       return here;
     };
     Buffers b = {};
+    b.taken = reinterpret_cast<uint32_t *>(next(kTakenBytes));
     b.records = reinterpret_cast<Record *>(next(s.record_bytes));
     b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
     b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
@@ -111,14 +116,14 @@ template <typename T> struct Launcher {
     for (int i = 0; i + 1 < s.sections; ++i) {
       const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
-      if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false, 0, 1}}, span, {1, 1}})) return status;
+      if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false, 0, 1}}, span, s.cut})) return status;
     }
     for (int i = s.sections - 1; i >= 0; --i) {
       const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
       // The longer walk first.
       const Walk reverse = {i == s.sections - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true, 0, 1};
-      if (const int status = walk(b, {{reverse, {before(i), nullptr, kForward, true, 0, s.places > 0}}, span, {1, 1}})) return status;
+      if (const int status = walk(b, {{reverse, {before(i), nullptr, kForward, true, 0, s.places > 0}}, span, s.cut})) return status;
       if (const int status = gradients(span, b)) return status;
     }
     return GDN_OK;

@@ -20,6 +20,7 @@ struct Record;    // records.cuh
 struct Buffers {
   Record *records;
   uint8_t *states, *gradients;    // S before the chunk and the gradient of S after it: images of state tiles
+  uint32_t *taken;                // items that blocks of the gradients kernel beside the walks have taken
   uint8_t *updates;               // U / beta, in f16 (TokenFactors::updates): images of tiles; null: in d_q and d_k (updates_in_place())
 };
 
@@ -65,11 +66,15 @@ __host__ __device__ inline int64_t blocks_of(const gdn_common &c, const Walk &wa
   return int64_t{walk.segments} * c.seqs.num_seqs * c.num_v_heads * blocks_each_head(c, walk, tiles);
 }
 
-// Of the gradients kernel.
+// Of the gradients kernel. Each block takes every gridDim.x-th item, by place and key head. Beside the walks blocks take items in turn, about
+// as walks finish them: by turn of a sequence's chunk (Taker), sequence, key head.
 struct Work {
-  uint32_t items;     // places and key heads
-  int32_t heads;      // value heads a key head
+  uint32_t items;
+  int32_t heads;       // value heads a key head
+  uint32_t walkers;    // beside the walks: blocks that store something of a chunk and value head
 };
+
+constexpr int64_t kTakenBytes = 1024;    // of Buffers::taken, so that what follows keeps its alignment
 
 struct Schedule {
   int32_t sections;
@@ -82,11 +87,11 @@ struct Schedule {
   // the transfer matrices of all but the first and the last.
   int64_t bytes() const {
     const int64_t between = sections > 1 ? sections * carry_bytes : cut.segments > 1 ? 2 * (cut.segments - 1) * carry_bytes + (cut.segments - 2) * transfer_bytes : 0;
-    return record_bytes + 2 * state_bytes + update_bytes + between;
+    return kTakenBytes + record_bytes + 2 * state_bytes + update_bytes + between;
   }
 };
 
-int make_schedule(const gdn_rule_backward_params &p, Schedule *s);
+int make_schedule(const gdn_rule_backward_params &p, bool wgmma, Schedule *s);
 
 // Carries states and gradients of states through the segments (combine.cuh).
 int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t segments, cudaStream_t stream);

@@ -101,17 +101,18 @@ __device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const T
   to.write[at] = g.after[t] * norm;
   to.query[at] = before * tokens.q_norm[t] * scale;
   to.key[at] = -before * norm;
-  if (t == 0) to.decay = g.decay;
+  if (t == 0) to.decay = g.decay, to.walked = 0;
 }
 
 template <typename T, bool WGMMA, int GROUPS>
 __global__ void __launch_bounds__(128 * GROUPS, 4 / GROUPS)
-prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span span, Record *records) {
+prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span span, Record *records, uint32_t *taken) {
   if constexpr (WGMMA && !ptx::kSm90a) return;
   using Shared = PrepareShared<GROUPS>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   Shared &s = *reinterpret_cast<Shared *>(raw_shared);
   ptx::grid_dependency_wait();
+  if (blockIdx.x == 0 && threadIdx.x == 0) *taken = 0;
 
   // The block's chunk.
   const int group = threadIdx.x / 128, thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;

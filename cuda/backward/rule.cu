@@ -48,7 +48,7 @@ extern "C" int gdn_rule_backward_workspace(const gdn_rule_backward_params *param
   if (const int status = check(*params)) return status;
   int32_t algo = GDN_AUTO;
   if (const int status = choose(*params, &algo)) return status;
-  if (algo != GDN_RECURRENT) return chunked_backward_workspace(*params, bytes);
+  if (algo != GDN_RECURRENT) return chunked_backward_workspace(*params, algo == GDN_CHUNKED_SM90, bytes);
   *bytes = recurrent_backward_workspace(*params);
   return GDN_OK;
 }

@@ -11,6 +11,6 @@ int64_t recurrent_backward_workspace(const gdn_rule_backward_params &p);
 
 // In chunks, on tensor cores: `sm90` with wgmma.
 int launch_chunked_backward(const gdn_rule_backward_params &p, bool sm90, cudaStream_t stream);
-int chunked_backward_workspace(const gdn_rule_backward_params &p, int64_t *bytes);
+int chunked_backward_workspace(const gdn_rule_backward_params &p, bool sm90, int64_t *bytes);
 
 }  // namespace gdn

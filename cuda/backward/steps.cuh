@@ -35,18 +35,44 @@ __device__ __forceinline__ Step step_at(const gdn_rule_backward_params &p, const
   }
   return s;
 }
-template <int PARTS>
-__device__ __forceinline__ Step step_after(const gdn_rule_backward_params &p, const Span &span, const Work &work, const Step &step) {
-  if (step.part + 1 < PARTS) {
-    Step s = step;
-    ++s.part;
-    return s;
-  }
-  if (step.head + 1 == work.heads) return step_at(p, span, work, step.item + gridDim.x);
+// The next step of the item of `step`; of its last one, next().
+template <int PARTS, typename F> __device__ __forceinline__ Step step_after(const Work &work, const Step &step, F &&next) {
+  if (step.part + 1 == PARTS && step.head + 1 == work.heads) return next();
   Step s = step;
-  ++s.head, s.part = 0;
+  if (++s.part == PARTS) s.part = 0, ++s.head;
   return s;
 }
+
+// The items of a block beside the walks; by all lanes of a warp.
+struct Taker {
+  uint32_t *taken;
+  uint32_t item;    // the next one, of lane 0: asked for long before it is needed
+
+  __device__ __forceinline__ void ask() {
+    if (threadIdx.x % 32 == 0) item = atomicAdd(taken, 1);
+  }
+  __device__ __forceinline__ Step next(const gdn_rule_backward_params &p, const Work &work) {
+    Step s = {};
+    const uint32_t key_heads = static_cast<uint32_t>(p.common.num_k_heads), seqs = static_cast<uint32_t>(p.common.seqs.num_seqs);
+    for (;;) {
+      s.item = __shfl_sync(0xffffffffu, item, 0);
+      if (s.item >= work.items) return s;
+      ask();
+      const uint32_t at = s.item / key_heads;
+      const int turn = static_cast<int>(at / seqs);
+      s.key_head = static_cast<int>(s.item - at * key_heads), s.n = static_cast<int>(at % seqs);
+      const Tokens seq = tokens_of(p.common.seqs, s.n);
+      const int chunks = chunks_of(seq);
+      if (turn >= chunks) continue;
+      // The walks meet in the middle.
+      const int index = turn % 2 ? chunks / 2 - 1 - turn / 2 : chunks / 2 + turn / 2;
+      s.place = static_cast<int>(first_place(p.common.seqs, {0, 1}, s.n)) + index;
+      s.first = static_cast<int>(seq.first) + index * kChunk, s.count = min(kChunk, seq.count - index * kChunk);
+      s.there = true;
+      return s;
+    }
+  }
+};
 
 // The thread, its warpgroup, and its warp in that, read at this place: what depends on them is computed in each part again, where ptxas
 // would keep all of it through the loop over steps, in registers that it does not have.

@@ -34,7 +34,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::to_operand<T>(operand, state);
     float x[8][4];
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
-    if (w.store) w.store_image(operand, w.buffers.states, i);
+    if (w.store) w.store_image(operand, w.buffers.states, step, i);
     wait<WGMMA>(x, operand);
     chunk::subtract_from_values<T>(x, values, f.read, warp, lane);
     chunk::scale_columns(x, f.beta, lane);
@@ -136,7 +136,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     scale_operand<T>(out, f.query, lane);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, out, queries, true, lane);
-    if (w.store) w.store_image(operand, w.buffers.gradients, i);
+    if (w.store) w.store_image(operand, w.buffers.gradients, step, i);
 
     // The gradients of U and v.
     wait<WGMMA, 1>(x, operand, scaled);
@@ -182,19 +182,24 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   using Shared = WalkShared<STAGES, QUERIES, TILES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   ptx::grid_dependency_wait();
+  if (walks.cut.beside) ptx::grid_dependency_launch();    // only now: the gradients kernel does not wait for what was before this launch
   Block block = block_of(p.common, walks, TILES);
   const Walk &walk = walks.walk[block.which];
   const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES, v_tiles = tiles_of(p.common, walk);
   block.s.tile += group;
   const int thread = threadIdx.x % 128;
   const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
-                                                      walk.store != 0, group, thread, thread / 32, thread % 32, v_tiles};
+                                                      walk.store != 0, walk.store != 0 && walks.cut.beside, group, thread, thread / 32, thread % 32, v_tiles};
   if (walk.direction == kTransfer && threadIdx.x < 128 * TILES)    // a transfer has no values
     for (auto &stage : w.shared.stage) clear_rows<1, 128>(stage.values[group], 0, thread);
   if constexpr (WGMMA) {
-    // The first thread behind the warpgroups that compute has the first one's stretch.
+    // The threads behind the warpgroups that compute have the first one's stretch.
     if (threadIdx.x == 32 * warps) {
       for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 128 * w.tiles_here());
+      for (int i = 0; i < kCounted; ++i) {
+        ptx::barrier_init(ptx::shared_address(&w.shared.stored[i]), 4 * w.tiles_here());
+        ptx::barrier_init(ptx::shared_address(&w.shared.counted[i]), 1);
+      }
       ptx::barriers_initialised();
     }
     __syncthreads();
@@ -202,6 +207,7 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
     if (threadIdx.x >= 32 * warps) {
       if (kSetRegisters) fewer_registers<24>();
       if (threadIdx.x == 32 * warps) w.copy_chunks();
+      if (threadIdx.x == 32 * (warps + 1) && w.counts) w.count_chunks();
       return;
     }
     if (kSetRegisters) more_registers<TILES == 1 ? 232 : 240>();

@@ -11,6 +11,7 @@ namespace backward {
 // STAGES of what the chain of products needs, QUERIES of what only the reverse walk needs beside it, TILES of 64 value rows.
 // With two QUERIES U and dV leave by tiles of their own, where the copy engine does not write: the fence between its writes and a thread's
 // took a fifteenth of the time.
+constexpr int kCounted = 4;
 template <int STAGES, int QUERIES, int TILES> struct WalkShared {
   struct Stage {
     alignas(1024) uint8_t k[2 * kTileBytes];
@@ -28,6 +29,8 @@ template <int STAGES, int QUERIES, int TILES> struct WalkShared {
   uint8_t out[TILES][QUERIES > 1 ? kTileBytes : 16];
   // Of the stages, then of the queries: copies that have arrived, and those that all threads have read.
   uint64_t full[2 + QUERIES], empty[2 + QUERIES];
+  // Of chunks in turn: all that is kept is in global memory, and has been counted.
+  uint64_t stored[kCounted], counted[kCounted];
 };
 
 // The stretch of a warpgroup.
@@ -83,7 +86,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
   const Walk &walk;     // copies of its direction and store follow: a load from here takes longer than a product
   const Stretch s;
   int direction;
-  bool store;
+  bool store, counts;
   int group, thread, warp, lane, v_tiles;    // thread and warp of its warpgroup
 
   __device__ __forceinline__ int64_t first(int i) const { return s.seq.first + static_cast<int64_t>(i) * kChunk; }
@@ -193,11 +196,13 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
     if (WGMMA) ptx::barrier_arrive(empty(2 + step % QUERIES));
   }
 
+  __device__ __forceinline__ int chunk_of(int step) const { return direction == kReverse ? s.end - 1 - step : s.begin + step; }
+
   // The copies of a walk, by one thread with the stretch of the first warpgroup.
   __device__ __forceinline__ void copy_chunks() const {
     const bool is_reverse = direction == kReverse;
     for (int step = 0; step < s.end - s.begin; ++step) {
-      const int i = is_reverse ? s.end - 1 - step : s.begin + step;
+      const int i = chunk_of(step);
       if (step >= 2) ptx::barrier_wait(empty(step % 2), (step / 2 - 1) % 2);
       if (is_reverse) load_chain(step, i, p.d_o, maps.d_o);
       else load_chain(step, i, p.v, maps.v);
@@ -207,13 +212,29 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
     }
   }
 
+  // The counts of chunks that are stored, by another thread: the one that copies would be late.
+  __device__ __forceinline__ void count_chunks() const {
+    for (int step = 0; step < s.end - s.begin; ++step) {
+      ptx::barrier_wait(ptx::shared_address(&shared.stored[step % kCounted]), step / kCounted % 2);
+      ptx::add_to_count(&buffers.records[index(chunk_of(step))].walk.walked);
+      ptx::barrier_arrive(ptx::shared_address(&shared.counted[step % kCounted]));
+    }
+  }
+  // The warp has stored all of the step before `step`.
+  __device__ __forceinline__ void wait_for_stores(int step) const {
+    if (lane == 0) counts ? ptx::stores_done() : ptx::stores_read();
+    __syncwarp();
+    if (!counts || lane != 0 || --step < 0) return;
+    if (step >= kCounted) ptx::barrier_wait(ptx::shared_address(&shared.counted[step % kCounted]), (step / kCounted - 1) % 2);
+    ptx::barrier_arrive(ptx::shared_address(&shared.stored[step % kCounted]));
+  }
+
   // The warp's rows of a state to its image in the workspace.
-  __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int i) const {
+  __device__ __forceinline__ void store_image(const uint32_t (&x)[8][4], uint8_t *images, int step, int i) const {
     const uint32_t rows = ptx::shared_address(shared.image[group]) + 2048 * warp;
     uint8_t *to = images + (index(i) * v_tiles + s.tile) * kStateBytes + 2048 * warp + (WGMMA ? 0 : 16 * lane);
     if constexpr (WGMMA) {
-      if (lane == 0) ptx::stores_read();    // the image before
-      __syncwarp();
+      wait_for_stores(step);    // the image before
       store_rows(x, rows, lane);
       ptx::fence_async();
       __syncwarp();
@@ -250,7 +271,7 @@ template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES> struct Wal
       for (int c = 0; c < 4; ++c) state[t][c] = row + c / 2 * 8 == 8 * t + column + c % 2 ? 1.f : 0.f;
   }
   __device__ __forceinline__ void end(const float (&state)[16][4]) const {
-    if (WGMMA && lane == 0) ptx::stores_read();    // shared memory ends with the block
+    if (WGMMA) wait_for_stores(s.end - s.begin);    // shared memory ends with the block
     if (walk.to != nullptr)
       chunk::store_state(state, walk.to + state_place(), s.tile * kTileRows + 16 * warp, rows(), p.common.head_k, lane);
   }

@@ -55,6 +55,19 @@ __device__ __forceinline__ void wait_for_flag(const uint32_t *flag, int lane) {
   __syncwarp();
 }
 
+// One more for a count of another kernel, with all that this thread has written or has seen written.
+__device__ __forceinline__ void add_to_count(uint32_t *count) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(count) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const uint32_t *count, uint32_t least) {
+  for (;;) {
+    uint32_t there;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(there) : "l"(count) : "memory");
+    if (there >= least) return;
+    __nanosleep(100);
+  }
+}
+
 // 8 bytes that another kernel reads while this one runs, as one access; alone, and not with what was written before.
 __device__ __forceinline__ void store_relaxed(void *to, uint64_t x) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(to), "l"(x) : "memory");
@@ -249,6 +262,9 @@ __device__ __forceinline__ int recompute_lane(int lane, uint32_t address) { retu
 // Makes this thread's earlier writes to shared memory visible to later wgmma and bulk copies.
 __device__ __forceinline__ void fence_async() { GDN_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// The same between global memory that this thread may read and copies from there that it starts.
+__device__ __forceinline__ void fence_async_global() { GDN_SM90("fence.proxy.async.global;" ::: "memory"); }
+
 // Until the phase of this parity is over: the first has parity 0.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   GDN_SM90(
@@ -288,6 +304,9 @@ __device__ __forceinline__ void store_bulk(void *to, uint32_t from, uint32_t byt
 
 // Waits until this thread's boxes and bulks have been read, so that their shared memory may be written.
 __device__ __forceinline__ void stores_read() { GDN_SM90("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// Waits until they are in global memory.
+__device__ __forceinline__ void stores_done() { GDN_SM90("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 // The reverses of load_matrices() and load_matrices_trans().
 __device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t (&m)[4]) {

@@ -178,7 +178,8 @@ __device__ __forceinline__ void solve_updates(float2 (&x)[TILES][2][MAX / 4], co
 #pragma unroll
         for (int i = t / 4; i < kTokens; ++i) {
           float2 &sums = x[tile][half][i];
-          sums.x = fmaf(-products[i].x, e, sums.x), sums.y = fmaf(products[i].y, e, sums.y);
+          const float before = 4 * i + c < t ? 0.f : e;    // a draft that is not finite leaves the tokens before it as they are
+          sums.x = fmaf(-products[i].x, before, sums.x), sums.y = fmaf(products[i].y, before, sums.y);
         }
       }
   }

@@ -53,6 +53,11 @@ NORM_QUICK = every(dim=[128, 40], odd=[False, True], tokens=13, hv=5)
 
 # ---- the rule ----
 
+# (sequences, key heads, value heads), with which gradients begin beside the walks: a sequence of 32 chunks, and from 23 to 49 blocks of a
+# walk, where a sequence of no tokens counts too.
+BESIDE = [([2100], 8, 16), ([2100, 0, 300], 2, 4), ([i % 3 * 1050 for i in range(12)], 1, 1), ([4096], 8, 24), ([4096] * 2, 4, 8), ([8192], 16, 16), ([32768], 8, 16)]
+WIDE_BESIDE = [([2100, 70], 4, 4, 96, 192), ([2100], 3, 6, 128, 256), ([2100], 8, 24, 40, 40)]
+
 
 def algos_here(lib, case):
     """The kernels that support the case on this card; all of them are checked, and what AUTO takes is one of them."""
@@ -84,6 +89,10 @@ def rules():
     yield from every(lens=[[400]], segments=[4], state=[True, False], d_state=[True, False], l2norm=[True, False], decay=["none", "mixed"])
     yield from every(rows("hk hv k v", (1, 2, 128, 128), (1, 1, 96, 192)), lens=[[2600]], ways=[REPEATS])
     yield dict(lens=[2400, 1100, 70], hk=1, hv=2)
+    # Gradients beside the walks: BESIDE, as the card with 132 multiprocessors chooses.
+    yield from every(rows("lens hk hv", *BESIDE[:3]), io=["bf16", "f16"], ways=[REPEATS])
+    yield from every(rows("lens hk hv", BESIDE[1]), rows("state d_state", (True, False), (False, True), (False, False)))
+    yield from every(rows("lens hk hv k v", *WIDE_BESIDE))
     # Value rows in two parts.
     wide = dict(k=96, v=192)
     yield from every(io=IO, decay=["none", "strong", "mixed"], lens=[[130, 64, 5]], hk=2, hv=2, beta_scale=[1.0, 2.0], **wide)
@@ -93,7 +102,7 @@ def rules():
 
 
 RULE_QUICK = [dict(lens=[0, 5, 70, 1], hk=1, hv=2), dict(lens=[65] * 2, io="f32", hk=1, hv=1), dict(lens=[40], k=200, v=136, hk=1, hv=2, odd=True),
-              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True), dict(lens=[200, 0, 70], hk=1, hv=2, segments=3)]
+              dict(lens=[200, 70], hk=1, hv=1, k=40, v=24, io="f32", recompute=True), dict(lens=[200, 0, 70], hk=1, hv=2, segments=3), dict(lens=[200, 0, 70], hk=2, hv=4)]
 
 
 def check_rule(lib, args):
@@ -147,6 +156,18 @@ def check_packing(lib, args):
         packed.state[3] = float("nan")
         spoilt = left(lib, prepare(lib, packed, algo), run)
         report(f"{name}: NaN in one sequence", all(same(spoilt[i], together[i]) for i in range(len(lens)) if i != 3))
+
+
+def check_beside(lib, args):
+    """Gradients beside the walks leave the bits of the sections of `recompute`, which have the gradients kernel behind them, each time."""
+    cases = rows("lens hk hv k v", *[(*sizes, 128, 128) for sizes in BESIDE], *WIDE_BESIDE)
+    for i, case in enumerate(every(cases[:1] if args.quick else cases, io=["bf16", "f16"])):
+        x = Rule(seed=i, packed=True, recompute=True, **case)
+        apart = left(lib, prepare(lib, x, AUTO), lib.gdn_rule_backward)
+        x.recompute = False
+        for repeat in range(1 if args.quick else 5):
+            beside = left(lib, prepare(lib, x, AUTO), lib.gdn_rule_backward)
+            report(f"beside the walks {case}, run {repeat}", all(same(a, b) for a, b in zip(apart, beside)))
 
 
 def check_small(lib, args):
@@ -212,7 +233,7 @@ def times(args):
 
 
 GROUPS = {"gates": group(ready_gates, GATES, GATES_QUICK), "conv": group(conv, convs, CONV_QUICK), "norm": group(norm, NORMS, NORM_QUICK), "rule": check_rule,
-          "packing": check_packing, "small": check_small, "goldens": check_goldens, "status": check_status}
+          "packing": check_packing, "beside": check_beside, "small": check_small, "goldens": check_goldens, "status": check_status}
 
 if __name__ == "__main__":
     harness.program(__doc__, GROUPS, times)

@@ -12,6 +12,7 @@ use candle_gdn_core::custom_op;
 use candle_gdn_core::device::{SideOutput, Working};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::{self, ThreadId};
 
 const OP: &str = "checkpoint";
 
@@ -81,13 +82,22 @@ fn plain(output: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Gradients of what the chain has as arguments, between the backward pass of the function and those of the chain.
+/// Gradients of what the chain has as arguments, between the backward pass of the function and those of the chain; of each thread
+/// that walks the graph.
 #[derive(Default)]
-struct Gradients(Mutex<HashMap<TensorId, Tensor>>);
+struct Gradients(Mutex<HashMap<ThreadId, HashMap<TensorId, Tensor>>>);
 
 impl Gradients {
-    fn lock(&self) -> MutexGuard<'_, HashMap<TensorId, Tensor>> {
+    fn lock(&self) -> MutexGuard<'_, HashMap<ThreadId, HashMap<TensorId, Tensor>>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn put(&self, gradients: HashMap<TensorId, Tensor>) {
+        self.lock().insert(thread::current().id(), gradients);
+    }
+
+    fn take(&self, tensor: &Tensor) -> Option<Tensor> {
+        self.lock().get_mut(&thread::current().id())?.remove(&tensor.id())
     }
 }
 
@@ -116,10 +126,8 @@ impl Carrier {
     }
 
     fn backward(&self, [carrier, first, second]: [&Tensor; 3], grad: &Tensor) -> Result<[Option<Tensor>; 3]> {
-        let mut gradients = self.0.lock();
-        let mut take = |variable: &Tensor| gradients.remove(&variable.id());
         // An odd one is both: it has its gradient once.
-        Ok([carrier.track_op().then(|| grad.clone()), take(first), take(second)])
+        Ok([carrier.track_op().then(|| grad.clone()), self.0.take(first), self.0.take(second)])
     }
 }
 
@@ -155,8 +163,6 @@ impl Recomputed {
         }
         let mut store = loss.backward()?;
         drop(loss);
-        let mut gradients = self.gradients.lock();
-        gradients.clear();
         let of_leaves = self.inputs.iter().zip(&leaves).filter(|(input, _)| input.track_op());
         let of_leaves = of_leaves.map(|(input, leaf)| match store.remove(leaf) {
             None if input.is_variable() => Ok((input, None)),
@@ -167,6 +173,7 @@ impl Recomputed {
         let mut all = of_leaves.collect::<Result<Vec<_>>>()?;
         let d_x = all.first_mut().filter(|_| x.track_op()).and_then(|(_, gradient)| gradient.take());
         all.extend(self.variables.iter().map(|variable| (variable, store.remove(variable))));
+        let mut gradients = HashMap::new();
         for (tensor, gradient) in all.into_iter().filter_map(|(tensor, gradient)| Some((tensor, gradient?))) {
             // A variable may be an input and be read by a module as well.
             let sum = match gradients.remove(&tensor.id()) {
@@ -175,6 +182,7 @@ impl Recomputed {
             };
             gradients.insert(tensor.id(), sum);
         }
+        self.gradients.put(gradients);
         Ok([d_x, carrier.track_op().then(|| carrier.zeros_like()).transpose()?])
     }
 }

@@ -67,7 +67,8 @@ impl GatedDeltaNet {
     /// x is `[batch, tokens, hidden_size]`; or with `cu_seqlens` packed, `[tokens of all, hidden_size]`, sequences of any
     /// lengths, some of which begin, go on with many tokens, or have one. y has x's shape. Where no sequence has more than
     /// 8 tokens (on the CPU 16) the call uses the decode step ([`GdnStep`](crate::ops::GdnStep)). A sequence of no tokens has its state copied
-    /// where the slots differ. Rows of padding are zero in y, whatever finite numbers they hold in x.
+    /// where the slots differ. Rows of padding are zero in y where what the
+    /// projection makes of them is finite and `rms_norm_eps` is above 0.
     ///
     /// A sequence that begins needs a slot that is zero ([`StatePool::zero`]).
     ///
@@ -131,10 +132,11 @@ impl GatedDeltaNet {
     }
 
     /// Moves the spans of a pool that has its own: right after the state has moved, so that no later failure comes between.
-    fn advance(&self, longest: usize, call: Call<'_>) -> Result<()> {
+    /// `none`: counts of zero where the tokens are drafts.
+    fn advance(&self, longest: usize, call: Call<'_>, none: Option<&Tensor>) -> Result<()> {
         match (call.ring, call.slots) {
             (Some(PoolRing { ring, own: true }), Some(slots)) if call.drafts => {
-                ring.spans.drafted(slots, RingMove::append(call.cu_seqlens, longest))
+                ring.spans.advance(slots, RingMove { accepted: none, ..RingMove::append(call.cu_seqlens, longest) })
             }
             (Some(PoolRing { ring, own: true }), Some(slots)) => {
                 self.advance_rings(&ring.spans, slots, call.cu_seqlens, longest)
@@ -188,8 +190,13 @@ impl GatedDeltaNet {
     fn feed(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<Tensor> {
         if self.takes_step(longest, call) {
             let launch = launched(call.launch, &p.z, longest);
+            // Allocated before the step: a failure between it and the spans would leave rings that they do not describe.
+            let none = match (call.ring, call.slots) {
+                (Some(PoolRing { own: true, .. }), Some(slots)) if call.drafts => Some(RingSpans::no_counts(slots)?),
+                _ => None,
+            };
             let y = self.step(p, call).launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
-            self.advance(longest, call)?;
+            self.advance(longest, call, none.as_ref())?;
             return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
@@ -197,7 +204,7 @@ impl GatedDeltaNet {
             (Some(PoolRing { ring, .. }), Some(slots)) => self.rule_after_flush(p, call, (ring, slots))?,
             _ => self.rule(p, call)?,
         };
-        self.advance(longest, call)?;
+        self.advance(longest, call, None)?;
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
         self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
     }
@@ -209,7 +216,7 @@ impl GatedDeltaNet {
         call: Call<'_>,
         (ring, slots): (&Ring, &Slots),
     ) -> Result<Tensor> {
-        let written = slots.written()?;
+        let written = slots.written(call.states.recurrent().dims()[0])?;
         flushed(ring, call.states, slots, || self.rule(p, Call { slots: Some(&written), ..call }))
     }
 
@@ -242,7 +249,7 @@ impl GatedDeltaNet {
         if let Some(PoolRing { ring, .. }) = call.ring {
             flushed(ring, call.states, &moved, || Ok(()))?;
         }
-        self.advance(0, call)
+        self.advance(0, call, None)
     }
 
     /// Convolution, rule and norm for up to 16 tokens a sequence. The layer has checked what the op holds.

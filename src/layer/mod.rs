@@ -25,7 +25,7 @@ use crate::rule::RuleOptions;
 use crate::state::{GdnState, PoolOptions, PoolRing, Ring, RingSpans, StatePool};
 use crate::step::StepOptions;
 use candle_core::{bail, DType, Result, Tensor};
-use candle_gdn_core::check::{check_device, check_shape, check_state_dtype};
+use candle_gdn_core::check::{check_device, check_dtype, check_shape, check_state_dtype};
 use candle_gdn_core::device::{check_gpu, Working};
 use std::sync::atomic::AtomicBool;
 use std::sync::Arc;
@@ -102,6 +102,10 @@ impl GatedDeltaNet {
         in_proj.check(config, conv_weight.first().device())?;
         out_proj.check("out_proj", [config.hidden_size, config.value_size()], conv_weight.first().device())?;
         let conv_weight = conv_weight.joined()?.detach().force_contiguous()?;
+        // Before a call, as the last product of one would fail with the state already written.
+        if let Some((dtype, _)) = out_proj.dtype_and_device() {
+            check_dtype(OP, "out_proj", dtype, conv_weight.dtype())?;
+        }
         let vector = |arg: &str, tensor: &Tensor, n: usize| {
             check_shape(OP, arg, tensor, &[n])?;
             check_device(OP, arg, tensor, conv_weight.device())?;

@@ -177,7 +177,7 @@ impl From<DenseWeight> for Projection {
     }
 }
 
-/// A layer without a bias, whose weight has no gradient, becomes a [`DenseWeight`]; any other stays the module that it is.
+/// A layer without a bias, whose weight has no gradient, becomes a [`DenseWeight`]; any other is called as it is.
 impl From<candle_nn::Linear> for Projection {
     fn from(linear: candle_nn::Linear) -> Self {
         if linear.bias().is_none() && !linear.weight().track_op() {
@@ -185,7 +185,7 @@ impl From<candle_nn::Linear> for Projection {
                 return weight.into();
             }
         }
-        Self::module(linear)
+        Self::new(linear)
     }
 }
 

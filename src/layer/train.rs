@@ -11,7 +11,7 @@ use crate::conv::causal_conv1d_diff;
 use crate::norm::gated_rms_norm;
 use crate::rule::{gdn_gates, gdn_rule_diff, RuleOptions};
 use candle_core::{bail, DType, Result, Tensor, D};
-use candle_gdn_core::check::{check_device, check_dtype, check_float, check_shape, check_weight_dtype};
+use candle_gdn_core::check::{check_device, check_dtype, check_float, check_shape, check_weight_dtype, zeros};
 use candle_gdn_core::device::Working;
 use candle_gdn_core::CuSeqlens;
 
@@ -225,8 +225,8 @@ impl TrainableGatedDeltaNet {
     fn zero_state(&self, sequences: usize, x: &Tensor) -> Result<TrainingState> {
         let (conv, recurrent) = self.state_shapes(sequences);
         Ok(TrainingState {
-            conv: Tensor::zeros(&conv, x.dtype(), x.device())?,
-            recurrent: Tensor::zeros(&recurrent, DType::F32, x.device())?,
+            conv: zeros(OP, "conv", &conv, x.dtype(), x.device())?,
+            recurrent: zeros(OP, "recurrent", &recurrent, DType::F32, x.device())?,
         })
     }
 

@@ -117,11 +117,15 @@ pub fn multiply(x: &Tensor, weight: &Tensor, launch: &Launch) -> Result<Tensor> 
     let _working = Working::new(x.device());
     check_float("multiply", "x", x.dtype())?;
     check_dtype("multiply", "weight", weight.dtype(), x.dtype())?;
-    if x.dim(0)? == 0 && !x.track_op() && !weight.track_op() {
-        return zeros("multiply", "x", &[0, weight.dim(0)?], x.dtype(), x.device());
+    let ((rows, inputs), (outputs, wanted)) = (x.dims2()?, weight.dims2()?);
+    if inputs != wanted {
+        bail!("multiply: x: expected {wanted} columns (the weight's inputs), got {inputs}");
+    }
+    if rows == 0 && !x.track_op() && !weight.track_op() {
+        return zeros("multiply", "x", &[0, outputs], x.dtype(), x.device());
     }
     #[cfg(feature = "cuda")]
-    if plan::kernel_wins(x.dim(0)?, x.dim(1)?, weight.dim(0)?, launch.overlap) {
+    if plan::kernel_wins(rows, inputs, outputs, launch.overlap) {
         if let Some(y) = cuda::multiply(x, weight, launch)? {
             return Ok(y);
         }

@@ -114,7 +114,7 @@ impl GdnState {
         }
         check_device(OP, "recurrent", recurrent, conv.device())?;
         let _working = Working::new(conv.device());
-        Ok(Self::owning(conv.force_contiguous()?, recurrent.force_contiguous()?))
+        Ok(Self::owning(own_copy(conv)?, own_copy(recurrent)?))
     }
 
     /// The convolution's part: `[batch, width - 1, channels]`, the last inputs, oldest first; channels are q, k, v.
@@ -174,7 +174,7 @@ impl GdnState {
 
     /// A copy of the states of `count` sequences from number `first` on.
     pub(crate) fn rows(&self, first: usize, count: usize) -> Result<Self> {
-        let rows = |tensor: &Tensor| tensor.narrow(0, first, count)?.force_contiguous();
+        let rows = |tensor: &Tensor| own_copy(&tensor.narrow(0, first, count)?);
         let copies = || Ok(Self::owning(rows(&self.conv)?, rows(&self.recurrent)?));
         self.thread.reading(self.recurrent.device(), copies)
     }
@@ -211,6 +211,14 @@ impl Drop for GdnState {
     fn drop(&mut self) {
         // A device that fails here fails the next call too.
         let _ = self.thread.wait(self.recurrent.device());
+    }
+}
+
+/// A copy in memory of its own, where there is anything to copy.
+fn own_copy(tensor: &Tensor) -> Result<Tensor> {
+    match tensor.elem_count() {
+        0 => zeros(OP, "empty", tensor.dims(), tensor.dtype(), tensor.device()),
+        _ => tensor.force_contiguous(),
     }
 }
 

@@ -93,8 +93,8 @@ impl PoolOptions {
     /// two writes the ring keeps the key, the update and the decay of each new token, and outputs are computed from the state
     /// plus the ring. In exact arithmetic it is the same function.
     /// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) of up to 8 tokens a sequence (on the CPU 16) appends to it, and so
-    /// does [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) in place of up to 16 drafts; every other call flushes the
-    /// rings of its sequences first. A ring takes half to nine tenths of the memory of an f32 state. It is made for CUDA, where it is
+    /// does [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) in place of up to 16 tokens (a certain one and drafts); every other call flushes the
+    /// rings of its sequences first. A ring takes 0.5 to 1.25 times the memory of an f32 state: the more, the more key heads and the wider the dtype. It is made for CUDA, where it is
     /// faster than a pool without; on the CPU it is not.
     pub fn ring(mut self) -> Self {
         self.ring = true;

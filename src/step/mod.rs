@@ -107,7 +107,8 @@ impl GdnStep {
         let (o, o_shape) = match (&self.ring, &self.rule.slots) {
             (Some(ring), Some(slots)) => {
                 ring_cpu::append_inputs(ring, &self.conv_state, slots, (x, &plan), self.rule.cu_seqlens.as_ref())?;
-                let (y, _) = self.conv().with_slots(slots.written()?).on_cpu([(x, &plan.conv_x), w])?;
+                let (y, _) =
+                    self.conv().with_slots(slots.written(plan.rule.seqs.num_slots)?).on_cpu([(x, &plan.conv_x), w])?;
                 (ring_cpu::run(ring, &self.rule, &plan.rule, &y)?, plan.rule.out_shape.clone())
             }
             _ => {

@@ -3,7 +3,7 @@
 use crate::random_layer::{feed, from_scratch, layer, of_128, packed, parts, rows, small};
 use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Tensor};
-use candle_gdn::{CuSeqlens, PoolOptions, Slots, StatePool, NO_SLOT};
+use candle_gdn::{CuSeqlens, GdnState, PoolOptions, Slots, StatePool, NO_SLOT};
 
 /// NaN in every slot: whoever reads one that is not his shows it.
 pub fn poison_pool(pool: &StatePool) {
@@ -263,5 +263,41 @@ fn what_is_refused_leaves_the_pool_as_it_was() {
             layer.new_pool_with(1, &PoolOptions::default().dtype(DType::F16)),
             &["expected dtype f32 or bf16, got F16"],
         );
+    }
+}
+
+/// A slot out of range is padding on a device and an error on the CPU, whatever is left of it in u32.
+#[test]
+fn slots_out_of_range_write_nothing() {
+    for device in &devices() {
+        let layer = layer(&of_128(), DType::F32, device, 1);
+        let options = [PoolOptions::default(), PoolOptions::default().ring()];
+        for (options, tokens) in options.iter().flat_map(|options| [1, 9, 40].map(|tokens| (options, tokens))) {
+            let mut pool = layer.new_pool_with(4, options).unwrap();
+            let x = packed(&rows(&mut Rng::new(3), tokens, layer.config().hidden_size), DType::F32, device)
+                .unsqueeze(0)
+                .unwrap();
+            layer.forward_slots(&x, None, &Slots::new(&[2], device).unwrap(), &mut pool).unwrap();
+            let before = parts(&pool.snapshot(2).unwrap());
+            let read: &[i64] = if device.is_cpu() { &[7, -2, 1 << 32, i64::from(u32::MAX)] } else { &[7, -2] };
+            for read in read {
+                let [read, write] = [*read, 2].map(|slot| Tensor::new(&[slot], device).unwrap());
+                let y = layer.forward_slots(&x, None, &Slots::from_tensors(&read, &write), &mut pool);
+                match device.is_cpu() {
+                    true => refused(y, &["slot"]),
+                    false => assert!(values(&y.unwrap()).iter().all(|y| *y == 0.), "{read} with {tokens} tokens"),
+                }
+                assert!(before == parts(&pool.snapshot(2).unwrap()), "{read} with {tokens} tokens");
+            }
+        }
+    }
+}
+
+#[test]
+fn states_of_no_sequences() {
+    for device in &devices() {
+        let state = layer(&of_128(), DType::F32, device, 1).new_state(0).unwrap();
+        let copy = GdnState::from_tensors(state.conv(), state.recurrent()).unwrap();
+        assert_eq!(copy.snapshot().unwrap().batch(), 0);
     }
 }

@@ -1,7 +1,7 @@
 //! The pools of two layers on one `RingSpans`, as an engine has them, against pools without a ring.
 
 use crate::random_layer::{feed, layer, of_128, of_96_192, packed, parts, rows, small};
-use crate::support::{devices, rel_rms, values, Rng};
+use crate::support::{devices, refused, rel_rms, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, CuSeqlens, Drafted, GatedDeltaNet, GdnConfig, PoolOptions, RingSpans, Slots, StatePool};
 
@@ -158,6 +158,24 @@ fn drafts() {
             }
             x.states(&here);
             x.feed(&here, &here, &[1, 2]);
+        }
+    }
+}
+
+#[test]
+fn spans_refuse_more_tokens_than_a_call_appends() {
+    for device in &devices() {
+        let layer = layer(&of_128(), DType::F32, device, 1);
+        let (spans, slots) = (RingSpans::new(1, device).unwrap(), Slots::new(&[0], device).unwrap());
+        let cu = CuSeqlens::from_lengths(&[RingSpans::MAX_TOKENS + 1], device).unwrap();
+        let counts = Tensor::new(&[1u32], device).unwrap();
+        let tried = [
+            layer.advance_rings(&spans, &slots, Some(&cu), 1),
+            spans.draft(&slots, &cu),
+            spans.accept(&slots, &cu, &counts),
+        ];
+        for moved in tried {
+            refused(moved, &["expected at most 16 tokens a sequence, got 17"]);
         }
     }
 }

@@ -60,6 +60,8 @@ fn a_product_names_what_it_does_not_support() {
         let of_half = DenseWeight::new(half.clone()).unwrap();
         refused(of_half.forward(&x), &["DenseWeight: x: expected dtype BF16, got F32"]);
         assert_eq!((of_half.dtype(), of_half.device().is_cpu()), (DType::BF16, device.is_cpu()));
+        let (none, wide) = (zeros(&[0, 7], DType::F32), zeros(&[5, 64], DType::F32));
+        refused(multiply(&none, &wide, &Launch::default()), &["multiply: x: expected 64 columns"]);
         refused(multiply(&x, &half, &Launch::default()), &["multiply: weight: expected dtype F32, got BF16"]);
         for shape in [[3, 0], [0, 8], [0, 0]] {
             let sentence = format!("weight: expected shape [out, in], both at least 1, got {shape:?}");

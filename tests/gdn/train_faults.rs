@@ -11,7 +11,7 @@ use candle_core::{DType, Device, Module, Tensor, Var};
 use candle_gdn::{
     CuSeqlens, GatedDeltaNet, GdnConfig, InProjection, Projection, TrainableGatedDeltaNet, TrainingState,
 };
-use candle_nn::{Linear, VarBuilder};
+use candle_nn::{Linear, VarBuilder, VarMap};
 use std::collections::HashMap;
 
 fn state_of(c: &GdnConfig, sequences: usize, device: &Device) -> [Var; 2] {
@@ -214,4 +214,51 @@ fn a_frozen_layer_has_the_dtype_of_its_projections() {
         let error = rel_rms(&values(&y), &values(&want));
         assert!(error < 1e-2, "{error:e}");
     }
+}
+
+/// Two threads that walk one graph backward have a pass each.
+#[test]
+fn two_threads_walk_one_graph() {
+    let (c, device) = (config(), Device::Cpu);
+    for recompute in [false, true] {
+        let map = VarMap::new();
+        let made = TrainableGatedDeltaNet::init(&c, VarBuilder::from_varmap(&map, DType::F32, &device)).unwrap();
+        let layer = made.with_recompute(recompute);
+        let x = Tensor::randn(0f32, 1., (2, 50, c.hidden_size), &device).unwrap();
+        let (y, state) = layer.forward_with_state(&x, None, None).unwrap();
+        let loss = (y.sqr().unwrap().mean_all().unwrap() + state.recurrent.sqr().unwrap().mean_all().unwrap()).unwrap();
+        let vars = map.all_vars();
+        let gradients = || -> Vec<_> {
+            let found = loss.backward().unwrap();
+            vars.iter().map(|var| found.get(var).map(bits)).collect()
+        };
+        let want = gradients();
+        std::thread::scope(|s| {
+            let threads: Vec<_> = (0..2).map(|_| s.spawn(|| (0..30).all(|_| gradients() == want))).collect();
+            threads.into_iter().for_each(|thread| assert!(thread.join().unwrap(), "recompute {recompute}"));
+        });
+    }
+}
+
+/// `Linear` by `into()` or by `Projection::new()`: copied by `freeze()`, and of a shape that is checked.
+#[test]
+fn a_linear_layer_is_known() {
+    let (c, device) = (config(), Device::Cpu);
+    let map = VarMap::new();
+    let vb = VarBuilder::from_varmap(&map, DType::F32, &device);
+    drop(TrainableGatedDeltaNet::init(&c, vb.clone()).unwrap());
+    let layer = TrainableGatedDeltaNet::load_with(&c, vb, |_, linear| Ok(linear.into())).unwrap();
+    let frozen = layer.freeze().unwrap();
+    let x = Tensor::randn(0f32, 1., (1, 3, c.hidden_size), &device).unwrap();
+    let run = || values(&frozen.forward(&x, &mut frozen.new_state(1).unwrap()).unwrap());
+    let before = run();
+    map.all_vars().iter().for_each(|var| var.set(&var.zeros_like().unwrap()).unwrap());
+    assert_eq!(run(), before);
+    let mut parts = layer.parts().clone();
+    let wrong = Var::zeros((7, 9), DType::F32, &device).unwrap();
+    parts.out_proj = Linear::new(wrong.as_tensor().clone(), None).into();
+    refused(GatedDeltaNet::new(&c, parts.clone()), &["out_proj: expected a weight of shape"]);
+    let bf16 = Tensor::zeros((c.hidden_size, c.value_size()), DType::BF16, &device).unwrap();
+    parts.out_proj = Linear::new(bf16, None).into();
+    refused(GatedDeltaNet::new(&c, parts), &["out_proj: expected dtype F32"]);
 }

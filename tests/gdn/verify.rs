@@ -214,3 +214,26 @@ fn what_is_refused() {
         refused(layer.commit(&kept, &accepted, &mut short), &["slots: expected values below 1"]);
     }
 }
+
+/// A token that is not finite reaches no token before it, not even one that a kernel computes beside it.
+#[test]
+fn drafts_that_are_not_finite_leave_those_before_them() {
+    for device in &devices() {
+        for (dtype, drafted) in
+            [DType::F32, DType::BF16].into_iter().flat_map(|dtype| [4, 7, 8, 16].map(|n| (dtype, n)))
+        {
+            let layer = layer(&of_128(), dtype, device, 5);
+            let finite = drafted - 2;
+            let mut draft = rows(&mut Rng::new(drafted as u64), drafted, layer.config().hidden_size);
+            draft[finite..].iter_mut().for_each(|row| row.fill(f32::NAN));
+            let mut pool = layer.new_pool_with(1, &PoolOptions::default().ring()).unwrap();
+            let (slots, cu) = (Slots::new(&[0], device).unwrap(), CuSeqlens::from_lengths(&[drafted], device).unwrap());
+            let (y, tried) = layer.verify(&packed(&draft, dtype, device), &cu, &slots, &mut pool).unwrap();
+            layer.commit(&tried, &Accepted::new(&tried, &[finite]).unwrap(), &mut pool).unwrap();
+            let what = format!("{dtype:?}, {drafted} drafts on {:?}", device.location());
+            assert!(values(&y.narrow(0, 0, finite).unwrap()).iter().all(|x| x.is_finite()), "y: {what}");
+            let state = parts(&pool.snapshot(0).unwrap());
+            assert!(state.iter().flatten().all(|x| x.is_finite()), "state: {what}");
+        }
+    }
+}

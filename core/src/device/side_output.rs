@@ -7,15 +7,17 @@
 //! stays alive in there alone, as part of the gradient of an argument that nobody asks for; here is a weak reference to it.
 
 use candle_core::{bail, CpuStorage, CustomOp1, CustomOp2, Layout, Result, Shape, Storage, Tensor, Var};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::{self, ThreadId};
 
 /// What an op and its side output tell each other.
 #[derive(Default)]
 pub struct SideOutput {
     /// Between the two forward passes: what the op left.
     value: Mutex<Option<(Storage, Shape)>>,
-    /// Between the two backward passes.
-    gradient: Mutex<Weak<Gradient>>,
+    /// Between the two backward passes of a thread, which walks a graph by itself: several may walk one graph at once.
+    gradients: Mutex<HashMap<ThreadId, Weak<Gradient>>>,
 }
 
 type Gradient = Mutex<Option<Tensor>>;
@@ -32,7 +34,7 @@ impl SideOutput {
 
     /// For the op's backward pass: the gradient, where the loss of this pass depends on the side output.
     pub fn take_gradient(&self) -> Option<Tensor> {
-        let gradient = lock(&self.gradient).upgrade()?;
+        let gradient = lock(&self.gradients).remove(&thread::current().id())?.upgrade()?;
         let gradient = lock(&gradient).take();
         gradient
     }
@@ -88,7 +90,10 @@ impl CustomOp2 for Output {
     ) -> Result<(Option<Tensor>, Option<Tensor>)> {
         let _working = super::Working::new(main.device());
         let gradient = Arc::new(Mutex::new(Some(grad.contiguous()?)));
-        *lock(&self.0.gradient) = Arc::downgrade(&gradient);
+        let mut gradients = lock(&self.0.gradients);
+        gradients.retain(|_, gradient| gradient.strong_count() > 0); // of passes that failed
+        gradients.insert(thread::current().id(), Arc::downgrade(&gradient));
+        drop(gradients);
         let keeper = Var::zeros(place.shape(), place.dtype(), place.device())?.apply_op1(Keeper(gradient))?;
         // So that the op's backward pass runs, even where nothing else depends on its output.
         let nothing = Tensor::zeros((), main.dtype(), main.device())?.broadcast_as(main.shape())?;

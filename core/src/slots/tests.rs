@@ -62,14 +62,19 @@ fn i64_maps_have_minus_one() {
 #[test]
 fn padding_stays_padding_in_what_is_written() {
     let written = |slots: &Slots| {
-        let slots = slots.written().unwrap();
+        let slots = slots.written(9).unwrap();
         (slots.read().to_vec1::<u32>().unwrap(), slots.write().to_vec1::<u32>().unwrap())
     };
     let (read, write) = ([0, NO_SLOT, 1, NO_SLOT], [5, 6, NO_SLOT, 5]);
     let host = Slots::from_to(&read, &write, &Device::Cpu).unwrap();
     let want = vec![5, NO_SLOT, NO_SLOT, NO_SLOT];
     assert_eq!(written(&host), (want.clone(), want.clone()));
-    assert_eq!(host.written().unwrap().on_host().unwrap().0, want);
+    assert_eq!(host.written(9).unwrap().on_host().unwrap().0, want);
     let tensor = |values: &[u32]| Tensor::new(values, &Device::Cpu).unwrap();
     assert_eq!(written(&Slots::from_tensors(&tensor(&read), &tensor(&write))), (want.clone(), want));
+    assert_eq!(
+        written(&Slots::from_tensors(&tensor(&[9, 8]), &tensor(&[2, 3]))).0,
+        [NO_SLOT, 3],
+        "out of range is padding"
+    );
 }

@@ -8,8 +8,9 @@
 //!
 //! # To add a number format
 //! A block type of GGUF: a row in `formats/gguf/types.rs`, whose array is then one longer. `Kept::Decoded` keeps it as a `GgmlDType`
-//! that candle has, such as q8_0, by a function in `types/decode.rs`, and that is all. Steps 3 to 5 are for a type that stays as
-//! it is and gets kernels of ours. Any other format:
+//! that candle has, such as q8_0, by a function in `types/decode.rs`, with a row in `types/tests.rs`, and that is all. `--quantize` has
+//! lists of its own: `formats/quantize.rs`, `cli/src/load.rs`, `cli/src/memory/advice.rs`. Steps 3 to 5 are for a type that stays as
+//! it is and gets kernels of ours; one that candle lacks changes `Kept` and `Blocks` too, which hold candle's types. Any other format:
 //! 1. `formats/NAME.rs`: implement [`Format`](crate::formats::Format), so that `matrix` returns a `Stored`, and let the
 //!    loader (`loader.rs`) give it to the `Source`. A `quantization_config` that names it: `config/quantization.rs`. If the
 //!    format dequantises as it loads, this is all.
@@ -21,7 +22,8 @@
 //! 4. Kernels: a folder in `models/cuda/`, its header beside the others and the header in Rust in `models/src/abi/`. A type of
 //!    ggml that packs into units of 4 inputs: `gdn_quantized_type` in the header and `abi/quantized.rs`, its layout in
 //!    `cuda/quantized/layout.cuh` and `pack.cu`, and wherever `GDN_Q6_K` stands in `models/cuda` and `weights/cuda`. Its
-//!    checks: `models/cuda/tests/ggml.py`, and its number in `cuda/tests/test_shapes.py`.
+//!    checks: `models/cuda/tests/ggml.py`, and its number in two places of `cuda/tests/test_shapes.py`. Experts by candle's kernels:
+//!    `is_indexed` in `grouped.rs`.
 //! 5. What it takes in memory: `memory.rs`, and for the programs `cli/src/memory.rs`. Tests: `models/tests/models/NAME.rs`
 //!    against the dequantised numbers.
 

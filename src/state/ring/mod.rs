@@ -28,8 +28,8 @@ pub(crate) use spans::{RingMove, RING_ROWS, RING_TOKENS};
 pub(crate) use tensors::{Ring, Window};
 
 use candle_core::{bail, CpuStorage, DType, Result, Tensor};
-use candle_gdn_core::check::{check_dense, check_device, check_dtype};
-use candle_gdn_core::device::{in_place_cpu, Working};
+use candle_gdn_core::check::{check_dense, check_device, check_dtype, zeros};
+use candle_gdn_core::device::in_place_cpu;
 use candle_gdn_core::{cpu_slots, CuSeqlens, Slots};
 use spans::Span;
 use tensors::OP;
@@ -70,18 +70,13 @@ impl RingSpans {
     /// # Errors
     /// When the slots do not fit, or the device refuses.
     pub fn draft(&self, slots: &Slots, cu_seqlens: &CuSeqlens) -> Result<()> {
-        self.drafted(slots, RingMove::append(Some(cu_seqlens), 0))
+        let none = Self::no_counts(slots)?;
+        self.advance(slots, RingMove { accepted: Some(&none), ..RingMove::append(Some(cu_seqlens), 0) })
     }
 
-    /// The same after a call of which `appended` says what it appended.
-    pub(crate) fn drafted(&self, slots: &Slots, appended: RingMove<'_>) -> Result<()> {
-        let device = slots.read().device();
-        let _working = Working::new(device);
-        let none = match slots.is_empty() {
-            true => Tensor::zeros(1, DType::U32, device)?.narrow(0, 0, 0)?,
-            false => Tensor::zeros(slots.len(), DType::U32, device)?,
-        };
-        self.advance(slots, RingMove { accepted: Some(&none), ..appended })
+    /// For each sequence, that none of its tokens counts.
+    pub(crate) fn no_counts(slots: &Slots) -> Result<Tensor> {
+        zeros(OP, "accepted", &[slots.len()], DType::U32, slots.read().device())
     }
 
     /// Of the drafts that wait in the rings of `slots` the first `accepted[n]` of sequence `n` count. `accepted` is
@@ -105,8 +100,15 @@ impl RingSpans {
             check_dense(OP, "accepted", accepted.layout(), &[slots.len()])?;
             check_device(OP, "accepted", accepted, tensor.device())?;
         }
-        if let Some(cu) = moved.cu_seqlens.filter(|cu| cu.num_sequences() != slots.len()) {
-            bail!("{OP}: cu_seqlens: expected {} sequences (the slots'), got {}", slots.len(), cu.num_sequences());
+        if let Some(cu) = moved.cu_seqlens {
+            check_device(OP, "cu_seqlens", cu.tensor(), tensor.device())?;
+            if cu.num_sequences() != slots.len() {
+                bail!("{OP}: cu_seqlens: expected {} sequences (the slots'), got {}", slots.len(), cu.num_sequences());
+            }
+        }
+        let longest = moved.cu_seqlens.map_or(moved.tokens, CuSeqlens::max_len);
+        if !moved.flush && longest > RING_TOKENS {
+            bail!("{OP}: expected at most {RING_TOKENS} tokens a sequence, got {longest}");
         }
         #[cfg(feature = "cuda")]
         if tensor.device().is_cuda() {

@@ -67,7 +67,7 @@ impl RingSpans {
     /// Rows of a slot's ring.
     pub const ROWS: usize = RING_ROWS;
 
-    /// Most tokens of a sequence that one call may append, and so most drafts that are verified in place.
+    /// Most tokens of a sequence that one call may append, and so most that are verified in place.
     pub const MAX_TOKENS: usize = RING_TOKENS;
 
     /// Empty rings.
