@@ -65,7 +65,11 @@ fn from_metadata(file: &GgufFile) -> Result<Tokenizer> {
         vocab.insert(string("tokenizer.ggml.tokens", token)?.to_string(), id.into());
     }
     let mut added = Vec::new();
-    for (id, (kind, token)) in list(file, "tokenizer.ggml.token_type")?.iter().zip(tokens).enumerate() {
+    let kinds = list(file, "tokenizer.ggml.token_type")?;
+    if kinds.len() != tokens.len() {
+        bail!("`tokenizer.ggml.token_type`: expected {} entries (the tokens), got {}", tokens.len(), kinds.len())
+    }
+    for (id, (kind, token)) in kinds.iter().zip(tokens).enumerate() {
         let kind = match kind {
             Value::I32(kind) => *kind as u64,
             kind => kind.to_u64().context("`tokenizer.ggml.token_type`")?,

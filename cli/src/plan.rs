@@ -59,8 +59,8 @@ impl Plan {
             prefixes: prompts.len().saturating_sub(1),
             draft: run.draft,
             draft_head,
-            // The end once more while the next one is made.
-            snapshots: if talk { SNAPSHOTS + 2 } else { 0 },
+            // The end of the last answer, while the next one goes on from it, and that of the next one with the prefix before it.
+            snapshots: if talk { SNAPSHOTS + 3 } else { 0 },
         }
     }
 

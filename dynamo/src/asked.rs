@@ -1,5 +1,6 @@
 //! What a request of Dynamo's asks of the engine.
 
+use crate::driver::first_line;
 use candle_gdn_cli::settings::Settings;
 use candle_gdn_models::{Request, Sampling, SplitMix64};
 use dynamo_backend_common::{BackendError, DynamoError, ErrorType, PreprocessedRequest, SamplingOptions};
@@ -91,7 +92,7 @@ fn sampling(options: &SamplingOptions, default: &Sampling) -> Result<Sampling, D
         frequency_penalty: options.frequency_penalty.unwrap_or(default.frequency_penalty),
     };
     // Requests have another name for it.
-    sampling.check().map_err(|e| invalid(e.to_string().replace("repeat_penalty", "repetition_penalty")))?;
+    sampling.check().map_err(|e| invalid(first_line(&e).replace("repeat_penalty", "repetition_penalty")))?;
     Ok(sampling)
 }
 

@@ -7,22 +7,35 @@ use serde_json::json;
 use std::path::{Path, PathBuf};
 use tempfile::TempDir;
 
+/// What the frontend reads beside tokenizer.json.
+const BESIDE: [&str; 4] = ["config.json", "generation_config.json", "tokenizer_config.json", "chat_template.jinja"];
+
 /// A folder with these files.
 pub struct Card {
     folder: PathBuf,
-    /// Where they were written, of a GGUF file, which has them in it.
+    /// Where they were written, of a GGUF file, which has them in it, or of a checkpoint without tokenizer.json.
     _written: Option<TempDir>,
 }
 
 impl Card {
     pub fn new(checkpoint: &Checkpoint, config: &ModelConfig) -> Result<Self> {
-        if checkpoint.gguf().is_none() {
-            // An error here says what is missing.
-            checkpoint.tokenizer()?.context("--load-format dummy: expected a folder with a tokenizer.json")?;
-            return Ok(Self { folder: checkpoint.dir().to_path_buf(), _written: None });
-        }
         let written = TempDir::with_prefix("candle-gdn-card-")?;
-        write(checkpoint, config, written.path()).context("the files of a GGUF file")?;
+        if checkpoint.gguf().is_some() {
+            write(checkpoint, config, written.path()).context("the files of a GGUF file")?;
+        } else {
+            // An error here says what is missing.
+            let tokenizer =
+                checkpoint.tokenizer()?.context("--load-format dummy: expected a folder with a tokenizer.json")?;
+            let dir = checkpoint.dir();
+            if dir.join("tokenizer.json").is_file() {
+                return Ok(Self { folder: dir.to_path_buf(), _written: None });
+            }
+            // Of vocab.json and merges.txt, which the frontend does not read.
+            tokenizer.save(written.path().join("tokenizer.json"), false).map_err(anyhow::Error::msg)?;
+            for name in BESIDE.into_iter().filter(|name| dir.join(name).is_file()) {
+                std::fs::copy(dir.join(name), written.path().join(name)).with_context(|| name.to_string())?;
+            }
+        }
         Ok(Self { folder: written.path().to_path_buf(), _written: Some(written) })
     }
 

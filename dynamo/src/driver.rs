@@ -39,6 +39,11 @@ pub enum Refusal {
     Invalid(String),
 }
 
+/// What a client may see of an error: a backtrace is not for it.
+pub fn first_line(error: &candle_core::Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_string()
+}
+
 /// The results of a request that was accepted. Dropping it ends the request.
 pub type Running = mpsc::UnboundedReceiver<Output>;
 
@@ -121,7 +126,7 @@ impl Driver {
                             refused.count_refused();
                             Refusal::Full
                         }
-                        false => Refusal::Invalid(e.to_string()),
+                        false => Refusal::Invalid(first_line(&e)),
                     });
                     accepted.fetch_add(usize::from(answered.is_ok()), Ordering::SeqCst);
                     answer.send(answered).is_ok()

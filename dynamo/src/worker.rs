@@ -29,6 +29,9 @@ use std::time::Duration;
 use tokio::sync::RwLock;
 use tokio::time::{sleep, timeout};
 
+/// The endpoints that nobody named.
+const BOTH: &str = "chat,completions";
+
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
 
 /// How often it is looked whether the last request has ended.
@@ -68,8 +71,16 @@ impl Worker {
         // As `generate --chat`: what the template writes behind an answer ends it. The frontend renders, so a template that minijinja
         // does not read is no error here.
         let chat = ChatArgs { chat_template: args.dynamo.custom_jinja_template.clone(), ..ChatArgs::default() };
+        let mut endpoint_types = args.dynamo.endpoint_types.clone();
         match (Template::find(&checkpoint, &chat), &tokenizer) {
             (Ok(Some(template)), Some(tokenizer)) => settings.eos.extend(template.end_of_turn(tokenizer)),
+            // The frontend would wait for one for ever, and serve no completions either.
+            (Ok(None), _) if endpoint_types == BOTH => {
+                tracing::warn!(
+                    "the model has no chat template: it serves completions alone; --custom-jinja-template has one"
+                );
+                endpoint_types = "completions".into();
+            }
             (Err(e), _) => tracing::warn!("the end of a turn is not read from the chat template: {e:#}"),
             _ => {}
         }
@@ -90,7 +101,7 @@ impl Worker {
             namespace: common.namespace.clone(),
             component,
             endpoint: common.endpoint.clone(),
-            endpoint_types: common.endpoint_types.clone(),
+            endpoint_types,
             custom_jinja_template: common.custom_jinja_template.clone(),
             tool_call_parser: common.dyn_tool_call_parser.clone(),
             reasoning_parser: common.dyn_reasoning_parser.clone(),

@@ -101,9 +101,12 @@ impl<'a> Client<'a> {
         let dir = pointer.parent().unwrap_or(repo);
         create_dir_all(dir).with_context(|| format!("hub: cannot make {}", dir.display()))?;
         let target = ["../"].repeat(depth + 1).concat() + "blobs/" + &blob;
-        // Where it leads to no file, it is of a cache that somebody has cleaned up.
-        let _ = std::fs::remove_file(&pointer);
-        link(&target, &repo.join("blobs").join(blob), &pointer)
+        // Under a name of its own first, as another program may make the same link at this moment. One that is there and leads to no
+        // file is of a cache that somebody has cleaned up.
+        let made = dir.join(format!(".{}.{}", blob, std::process::id()));
+        let _ = std::fs::remove_file(&made);
+        link(&target, &repo.join("blobs").join(blob), &made)
+            .and_then(|()| std::fs::rename(&made, &pointer))
             .with_context(|| format!("hub: cannot write {}", pointer.display()))?;
         Ok(pointer)
     }

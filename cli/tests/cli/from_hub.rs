@@ -6,7 +6,7 @@ use crate::gguf_writer::demo;
 use crate::hub::{Habit, Hub};
 use candle_core::quantized::GgmlDType;
 use std::path::Path;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use tempfile::TempDir;
 
@@ -302,4 +302,24 @@ fn mistakes_in_the_arguments_come_before_a_download() {
 
 fn path(dir: &TempDir, name: &str) -> String {
     Path::join(dir.path(), name).display().to_string()
+}
+
+/// Programs that begin together fetch each file once, wait for each other, and all find it.
+#[test]
+fn programs_that_fetch_at_once_leave_each_other_alone() {
+    let copy = sharded();
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    for round in 0..6 {
+        let machine = Machine::new();
+        let start = || {
+            let mut command = machine.command("generate", &hub.endpoint);
+            command.args(["--model", DEMO, "--prompt", PROMPT, "-n", "1"]);
+            command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn().unwrap()
+        };
+        let programs: Vec<_> = (0..4).map(|_| start()).collect();
+        for program in programs {
+            let end = program.wait_with_output().unwrap();
+            assert!(end.status.success(), "round {round}: {}", String::from_utf8_lossy(&end.stderr));
+        }
+    }
 }

@@ -199,6 +199,9 @@ fn each_way_of_splitting() -> Result<()> {
         without.metadata.remove(&key);
         bad(&without, &["tokens.gguf", &key, "is missing"])?;
     }
+    let mut short = file.clone();
+    short.metadata.insert("tokenizer.ggml.token_type".into(), Value::Array(vec![Value::I32(1)]));
+    bad(&short, &["`tokenizer.ggml.token_type`: expected", "got 1"])?;
     file.metadata.insert("tokenizer.ggml.model".into(), Value::String("llama".into()));
     bad(&file, &["`tokenizer.ggml.model`", "gpt2", "llama"])
 }

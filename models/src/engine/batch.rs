@@ -56,7 +56,7 @@ impl Batch {
     /// After a failed pass: the request `lost` ends with its error. Returns the others that the pass broke.
     pub fn recover(&mut self, lost: Option<RequestId>, error: &Error, cx: &Context) -> Vec<Row> {
         if let Some(row) = self.rows.iter_mut().find(|row| lost == Some(row.id)) {
-            row.finished = Some(FinishReason::Failed(error.to_string()));
+            row.finished = Some(FinishReason::failed(error));
         }
         let is_well = |row: &Row| row.finished.is_some() || cx.is_intact(row.sequence, row.to_feed());
         let (well, broken) = std::mem::take(&mut self.rows).into_iter().partition(is_well);

@@ -68,7 +68,7 @@ impl Context<'_> {
 
     /// A request without a sequence ends.
     pub fn fail(&mut self, id: RequestId, error: &Error) {
-        self.events.push(Event::Finished { id, reason: FinishReason::Failed(error.to_string()) });
+        self.events.push(Event::Finished { id, reason: FinishReason::failed(error) });
     }
 
     /// Whether no pass broke the sequence, and it has just this many tokens.

@@ -3,6 +3,7 @@
 use super::request::RequestId;
 use crate::sampling::Logprobs;
 use crate::sequences::SequenceSnapshot;
+use candle_core::Error;
 use std::sync::Arc;
 
 /// A result of a step.
@@ -71,4 +72,15 @@ pub enum FinishReason {
     Cancelled,
     /// No token could be chosen, or a pass failed: the error.
     Failed(String),
+}
+
+impl FinishReason {
+    pub(crate) fn failed(error: &Error) -> Self {
+        Self::Failed(first_line(error))
+    }
+}
+
+/// What clients may see of an error: what follows is a backtrace.
+pub(crate) fn first_line(error: &Error) -> String {
+    error.to_string().lines().next().unwrap_or_default().to_string()
 }

@@ -1,6 +1,6 @@
 //! The graphs of decode steps, by their sizes.
 
-use super::event::Event;
+use super::event::{first_line, Event};
 use super::options::{DraftDepth, EngineOptions, GraphChoice};
 use crate::sampling::Sampler;
 use crate::sequences::step_graph::SharedGraph;
@@ -153,8 +153,7 @@ impl Graphs {
             Err(e) if self.choice == GraphChoice::On => Err(e),
             Err(e) => {
                 if *refused == [None; 2] {
-                    // An error may have a backtrace.
-                    let why = e.to_string().lines().next().unwrap_or_default().to_string();
+                    let why = first_line(&e);
                     events.push(Event::NoGraph { sequences: size.sequences, why });
                 }
                 refused[usize::from(size.logprobs)] = Some(tokens);

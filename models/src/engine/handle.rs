@@ -382,7 +382,7 @@ impl<M: Borrow<CausalLm>, O: Observer> Driver<M, O> {
 
     fn fail_all(&mut self, error: &Error) {
         for (id, mut running) in std::mem::take(&mut self.running) {
-            (running.events)(vec![Event::Finished { id, reason: FinishReason::Failed(error.to_string()) }]);
+            (running.events)(vec![Event::Finished { id, reason: FinishReason::failed(error) }]);
         }
     }
 }

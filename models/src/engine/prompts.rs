@@ -185,7 +185,7 @@ impl Prompts {
                 row.request.snapshot_at = None;
                 match cx.snapshot(row.sequence) {
                     Ok(snapshot) => cx.events.push(Event::Snapshot { id: row.id, snapshot }),
-                    Err(e) => row.finished = Some(FinishReason::Failed(e.to_string())),
+                    Err(e) => row.finished = Some(FinishReason::failed(&e)),
                 }
             }
             if cuts.contains(done) {

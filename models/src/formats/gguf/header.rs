@@ -10,7 +10,7 @@ use std::io::Read;
 pub(super) const MAGIC: [u8; 4] = *b"GGUF";
 /// Arrays in arrays.
 const MAX_DEPTH: usize = 8;
-/// Values of an array: some 60 times those of the largest vocabularies.
+/// Values of all arrays: some ten times those of the largest vocabularies.
 const MAX_VALUES: u64 = 1 << 24;
 /// Bytes of a text.
 const MAX_TEXT: u64 = 1 << 26;
@@ -72,7 +72,7 @@ pub(crate) fn integer(value: &Value) -> Option<i64> {
 
 /// Reads the header of a file of `len` bytes.
 pub(super) fn read(reader: impl Read, len: u64) -> Result<Header> {
-    let mut r = Reader { reader, wide: true, left: len };
+    let mut r = Reader { reader, wide: true, left: len, values: MAX_VALUES };
     if r.bytes()? != MAGIC {
         bail!("expected the magic letters GGUF at its beginning")
     }
@@ -128,6 +128,8 @@ struct Reader<R> {
     wide: bool,
     /// Bytes that the file still has.
     left: u64,
+    /// Values that its arrays may still have.
+    values: u64,
 }
 
 impl<R: Read> Reader<R> {
@@ -197,9 +199,13 @@ impl<R: Read> Reader<R> {
                 let (kind, count) = (self.u32()?, self.count()?);
                 // No value has fewer bytes.
                 self.has(count)?;
-                if count > MAX_VALUES {
-                    bail!("expected a list of up to {MAX_VALUES} values, got {count}")
-                }
+                let Some(left) = self.values.checked_sub(count) else {
+                    bail!(
+                        "expected lists of up to {MAX_VALUES} values in all, got one of {count} with {} left",
+                        self.values
+                    )
+                };
+                self.values = left;
                 Value::Array((0..count).map(|_| self.value(kind, depth + 1)).collect::<Result<_>>()?)
             }
             9 => bail!("expected lists up to {MAX_DEPTH} deep, got a deeper one"),
@@ -209,4 +215,17 @@ impl<R: Read> Reader<R> {
             _ => bail!("expected a value of type 0 to 12, got type {kind}"),
         })
     }
+}
+
+#[cfg(test)]
+#[test]
+fn lists_are_bounded_in_all() {
+    // `a` has a value, and with those of `b` there would be one too many.
+    let mut bytes = [&MAGIC[..], &3u32.to_le_bytes(), &0u64.to_le_bytes(), &2u64.to_le_bytes()].concat();
+    for (key, count, values) in [(b'a', 1, &[0u8][..]), (b'b', MAX_VALUES, &[])] {
+        let list = [&1u64.to_le_bytes()[..], &[key], &9u32.to_le_bytes(), &0u32.to_le_bytes(), &count.to_le_bytes()];
+        bytes.extend([list.concat(), values.to_vec()].concat());
+    }
+    let error = read(std::io::Cursor::new(bytes).chain(std::io::repeat(0)), 1 << 30).unwrap_err().to_string();
+    assert!(error.contains("expected lists of up to 16777216 values in all"), "{error}");
 }
