@@ -29,7 +29,7 @@ inline int64_t rounds_of(int64_t of_ends, int64_t of_middle, int32_t ends, int64
 // walked in both launches, in the first one with `transfer_blocks` each beside them. Time is counted in chunks of a block that has a
 // multiprocessor to itself. `wgmma`: the gradients kernel can begin beside the walks.
 inline Cut cut_of(int64_t blocks, int64_t transfer_blocks, int64_t longest, int64_t sms, int32_t segments, bool wgmma) {
-  constexpr int64_t kCombineChunks = 16, kBesideChunks = 4, kLeastBeside = 32;    // measured; two launches more, one of which combines segments
+  constexpr int64_t kCombineChunks = 16, kBesideChunks = 4, kLeastBeside = 32;    // measured; segments take two launches more
   constexpr int32_t kMostChosen = 8, kMostEnds = 4;
   Cut best = {1, 1, false};
   if (2 * blocks > sms) return best;

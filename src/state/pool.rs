@@ -94,7 +94,7 @@ impl PoolOptions {
     /// plus the ring. In exact arithmetic it is the same function.
     /// [`GatedDeltaNet::forward_slots`](crate::GatedDeltaNet::forward_slots) of up to 8 tokens a sequence (on the CPU 16) appends to it, and so
     /// does [`GatedDeltaNet::verify`](crate::GatedDeltaNet::verify) in place of up to 16 tokens (a certain one and drafts); every other call flushes the
-    /// rings of its sequences first. A ring takes 0.5 to 1.25 times the memory of an f32 state: the more, the more key heads and the wider the dtype. It is made for CUDA, where it is
+    /// rings of its sequences first. A ring takes about 0.5 to 1.25 times the memory of an f32 state: more with more key heads and in f32. It is made for CUDA, where it is
     /// faster than a pool without; on the CPU it is not.
     pub fn ring(mut self) -> Self {
         self.ring = true;
