@@ -13,7 +13,10 @@ use dynamo_runtime::{DistributedRuntime, Runtime};
 use futures::future::join_all;
 use futures::stream::BoxStream;
 use futures::StreamExt;
+use std::path::Path;
 use std::time::{Duration, Instant};
+
+const DEMO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
 
 type Outputs = BoxStream<'static, Result<LLMEngineOutput, DynamoError>>;
 
@@ -277,14 +280,66 @@ async fn a_gguf_file_has_all_that_a_frontend_reads() {
     let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
     let text = "In the beginning God created";
     let encode = |card: &ModelDeploymentCard| card.tokenizer().unwrap().encode(text).unwrap().token_ids().to_vec();
-    let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/../examples/generate/demo");
     let prompt = encode(&card);
-    assert_eq!(prompt, encode(&ModelDeploymentCard::load_from_disk(demo, None).unwrap()));
+    assert_eq!(prompt, encode(&ModelDeploymentCard::load_from_disk(DEMO, None).unwrap()));
     assert!(card.prompt_formatter.is_some());
     assert_eq!(of_file.start(0).await.unwrap().model, "small");
     let of_folder = worker(1, &[]);
     of_folder.start(0).await.unwrap();
     assert_eq!(tokens(&of_file, request(prompt.clone(), 20)).await, tokens(&of_folder, request(prompt, 20)).await);
+}
+
+/// The demo with another tokenizer_config.json, without tokenizer.json unless it is to keep it.
+fn demo_with(tokenizer_config: &serde_json::Value, has_tokenizer: bool) -> tempfile::TempDir {
+    let (dir, demo) = (tempfile::tempdir().unwrap(), Path::new(DEMO));
+    for name in ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"] {
+        if has_tokenizer || name != "tokenizer.json" {
+            std::os::unix::fs::symlink(demo.join(name), dir.path().join(name)).unwrap();
+        }
+    }
+    std::fs::write(dir.path().join("tokenizer_config.json"), tokenizer_config.to_string()).unwrap();
+    dir
+}
+
+fn read_json(path: impl AsRef<Path>) -> serde_json::Value {
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+#[test]
+fn a_checkpoint_without_tokenizer_json_has_a_card() {
+    let demo = Path::new(DEMO);
+    let (tokenizer, mut config) =
+        (read_json(demo.join("tokenizer.json")), read_json(demo.join("tokenizer_config.json")));
+    let added = tokenizer["added_tokens"].as_array().unwrap();
+    config["tokenizer_class"] = "GPT2Tokenizer".into();
+    config["added_tokens_decoder"] = added.iter().map(|token| (token["id"].to_string(), token.clone())).collect();
+    let dir = demo_with(&config, false);
+    std::fs::write(dir.path().join("vocab.json"), tokenizer["model"]["vocab"].to_string()).unwrap();
+    let pair = |merge: &serde_json::Value| format!("{} {}\n", merge[0].as_str().unwrap(), merge[1].as_str().unwrap());
+    let merges: String = tokenizer["model"]["merges"].as_array().unwrap().iter().map(pair).collect();
+    std::fs::write(dir.path().join("merges.txt"), merges).unwrap();
+
+    let (_worker, config) = Worker::new(arguments(&["--model", dir.path().to_str().unwrap()])).unwrap();
+    let card = ModelDeploymentCard::load_from_disk(&config.model_name, None).unwrap();
+    let text = "In the beginning God created <|im_end|>";
+    let encode = |card: &ModelDeploymentCard| card.tokenizer().unwrap().encode(text).unwrap().token_ids().to_vec();
+    assert_eq!(encode(&card), encode(&ModelDeploymentCard::load_from_disk(DEMO, None).unwrap()));
+    assert!(card.prompt_formatter.is_some());
+    assert_eq!(config.endpoint_types, "chat,completions");
+}
+
+#[test]
+fn without_a_chat_template_completions_are_served_alone() {
+    let mut tokenizer_config = read_json(Path::new(DEMO).join("tokenizer_config.json"));
+    tokenizer_config.as_object_mut().unwrap().remove("chat_template").unwrap();
+    let dir = demo_with(&tokenizer_config, true);
+    let model = ["--model", dir.path().to_str().unwrap()];
+    let types = |args: &[&str]| Worker::new(arguments(&[&model, args].concat())).unwrap().1.endpoint_types;
+    assert_eq!(types(&[]), "completions");
+    // Who names a template has both.
+    let template = dir.path().join("own.jinja");
+    std::fs::write(&template, "{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
+    assert_eq!(types(&["--custom-jinja-template", template.to_str().unwrap()]), "chat,completions");
 }
 
 #[tokio::test]
