@@ -63,12 +63,6 @@ fn fetch_named(settings: &Settings, name: &Name, weights: bool) -> Result<PathBu
             format!("hub: HF_HUB_OFFLINE is set, and {} lacks {id} at revision {revision}", settings.cache.display())
         });
     }
-    // A commit does not change.
-    if let (true, Ok(path)) = (is_commit(revision), &cached) {
-        if !gguf::is_guess(name, path) {
-            return Ok(path.clone());
-        }
-    }
     let client = Client::new(settings, name);
     let usual = if cached.is_ok() { SHORT_PATIENCE } else { PATIENCE };
     let listing = match (client.list(settings.describe.unwrap_or(usual)), &cached) {

@@ -3,7 +3,7 @@
 use crate::cli::{command, Run, PROMPT};
 use crate::generate::{shard, sharded};
 use crate::gguf_writer::demo;
-use crate::hub::{Habit, Hub};
+use crate::hub::{Habit, Hub, COMMIT};
 use candle_core::quantized::GgmlDType;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -97,6 +97,24 @@ fn what_is_needed_is_fetched_once() {
     let run = machine.run_with(&hub.endpoint, DEMO, &[("HF_HUB_DOWNLOAD_TIMEOUT", "soon")]);
     assert_eq!(run.code, Some(1));
     run.says(&["HF_HUB_DOWNLOAD_TIMEOUT", "seconds", "soon"]);
+}
+
+/// Other programs leave a commit's weights in the cache without its tokenizer.
+#[test]
+fn what_a_cached_commit_lacks_is_fetched() {
+    let (copy, machine) = (sharded(), Machine::new());
+    let hub = Hub::serve(copy.path(), Habit::Good);
+    let model = format!("someone/demo@{COMMIT}");
+    assert_eq!(machine.run(&hub.endpoint, &model).good().stdout, want());
+    let snapshot = machine.0.path().join("hub/models--someone--demo/snapshots").join(COMMIT);
+    std::fs::remove_file(snapshot.join("tokenizer.json")).unwrap();
+    std::fs::remove_file(machine.blob("tokenizer.json")).unwrap();
+    hub.requests();
+    assert_eq!(machine.run(&hub.endpoint, &model).good().stdout, want());
+    let requests = hub.requests();
+    assert!(requests.len() == 2 && requests[1].path.ends_with("tokenizer.json"), "{requests:?}");
+    // The hub gone, the cache answers.
+    machine.run(NOBODY, &model).good().says(&["cached files of someone/demo"]);
 }
 
 /// A bound that is far above what two cores under load need, and far below for ever.
@@ -252,12 +270,12 @@ fn cached_files_take_the_place_of_a_failed_update() {
     let (copy, machine) = (sharded(), Machine::new());
     machine.run(&Hub::serve(copy.path(), Habit::Good).endpoint, DEMO).good();
     let repo = machine.0.path().join("hub/models--someone--demo");
-    std::fs::rename(repo.join("snapshots/c0ffee"), repo.join("snapshots/0ld")).unwrap();
+    std::fs::rename(repo.join("snapshots").join(COMMIT), repo.join("snapshots/0ld")).unwrap();
     std::fs::write(repo.join("refs/v1"), "0ld").unwrap();
     let run = machine.run(&Hub::serve(copy.path(), Habit::SilentFiles).endpoint, DEMO).good();
     assert_eq!(run.stdout, want());
     run.says(&["cannot download config.json", "using the cached files of someone/demo"]);
-    std::fs::rename(repo.join("snapshots/0ld"), repo.join("snapshots/c0ffee")).unwrap();
+    std::fs::rename(repo.join("snapshots/0ld"), repo.join("snapshots").join(COMMIT)).unwrap();
     std::fs::remove_dir_all(repo.join("refs")).unwrap();
     std::fs::write(repo.join("refs"), "no folder").unwrap();
     let run = machine.run(&Hub::serve(copy.path(), Habit::Good).endpoint, DEMO).good();

@@ -25,6 +25,7 @@ pub enum Habit {
     Refuses(&'static str, &'static str),
 }
 
+#[derive(Debug)]
 pub struct Request {
     pub path: String,
     /// The first byte that was wanted.
@@ -38,13 +39,16 @@ pub struct Hub {
     requests: Arc<Mutex<Vec<Request>>>,
 }
 
+pub const COMMIT: &str = "c0ffeec0ffeec0ffeec0ffeec0ffeec0ffeec0ff";
+
 impl Hub {
-    /// Serves the files of `dir` as the repository `someone/demo` at revision `v1`, commit c0ffee, until the process ends.
+    /// Serves the files of `dir` as the repository `someone/demo` at revision `v1`, which is [`COMMIT`], until the process ends.
     pub fn serve(dir: &Path, habit: Habit) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
         let endpoint = format!("http://{}", listener.local_addr().expect("an address"));
         let requests = Arc::new(Mutex::new(Vec::new()));
         let (dir, log) = (dir.to_path_buf(), requests.clone());
+        let revisions = ["v1", COMMIT].map(|name| format!("/api/models/someone/demo/revision/{name}"));
         std::thread::spawn(move || {
             let mut begun = HashSet::new();
             for stream in listener.incoming().flatten() {
@@ -54,12 +58,12 @@ impl Hub {
                     continue;
                 }
                 let Some(request) = read(&stream) else { continue };
-                let file = request.path.strip_prefix("/someone/demo/resolve/c0ffee/");
+                let file = request.path.strip_prefix(&format!("/someone/demo/resolve/{COMMIT}/"));
                 match (&habit, file) {
                     (Habit::Refuses(status, code), _) => {
                         answer(&stream, status, &format!("x-error-code: {code}\r\n"), b"")
                     }
-                    (_, None) if request.path == "/api/models/someone/demo/revision/v1" => {
+                    (_, None) if revisions.contains(&request.path) => {
                         answer(&stream, "200 OK", "", list(&dir).as_bytes())
                     }
                     (_, None) => answer(&stream, "404 Not Found", "x-error-code: RepoNotFound\r\n", b""),
@@ -120,7 +124,7 @@ fn read(stream: &TcpStream) -> Option<Request> {
 fn list(dir: &Path) -> String {
     let names = std::fs::read_dir(dir).expect("a directory").map(|e| e.expect("an entry").file_name());
     let siblings: Vec<_> = names.map(|name| serde_json::json!({"rfilename": name.to_str().expect("a name")})).collect();
-    serde_json::json!({"sha": "c0ffee", "siblings": siblings}).to_string()
+    serde_json::json!({"sha": COMMIT, "siblings": siblings}).to_string()
 }
 
 /// Sends a file from byte `start` on, or half of the rest.
