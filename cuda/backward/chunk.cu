@@ -1,7 +1,6 @@
 // The backward pass in chunks: how sequences are cut, how much workspace that needs.
 #include "../chunk/chunk.h"
 #include "../common/launch.cuh"
-#include "combine.cuh"
 #include "maps.h"
 #include "plan.h"
 #include "records.cuh"
@@ -29,24 +28,13 @@ int make_schedule(const gdn_rule_backward_params &p, bool wgmma, Schedule *s) {
   s->state_bytes = heads * v_tiles * kStateBytes;
   s->update_bytes = updates_in_place(p) ? 0 : heads * v_tiles * kTileBytes;
   const int64_t row_bytes = static_cast<int64_t>(seqs.num_seqs) * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
-  s->carry_bytes = row_bytes * p.common.head_v, s->transfer_bytes = row_bytes * p.common.head_k;
-  s->cut = {s->sections > 1 || p.segments == 0 ? 1 : p.segments, 1, false};
-  if (s->sections > 1 || p.segments > 1 || s->places == 0) return GDN_OK;
+  s->carry_bytes = row_bytes * p.common.head_v;
+  s->cut = {1, false};
+  if (s->sections > 1 || s->places == 0) return GDN_OK;
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
-  const Walk whole = {nullptr, nullptr, kReverse, 0, 0, 1}, transfer = {nullptr, nullptr, kTransfer, 0, 0, 1};
-  s->cut = cut_of(blocks_of(p.common, whole, 1), blocks_of(p.common, transfer, 1), longest, sms, p.segments, wgmma);
+  s->cut = cut_of(blocks_of(p.common, 1), longest, sms, p.segments, wgmma);
   return GDN_OK;
-}
-
-int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t segments, cudaStream_t stream) {
-  int optin = 0;
-  if (const int status = shared_limit(&optin)) return status;
-  static_assert(sizeof(CombineShared) <= kLeastShared, "a shape for every card");
-  LaunchConfig l;
-  l.grid = dim3(static_cast<unsigned>(combine_blocks(c))), l.block = dim3(kCombineThreads);
-  l.shared_bytes = sizeof(CombineShared), l.stream = stream, l.overlap = true;
-  return launch_allowed<combine_kernel>(l, optin, c, states, gradients, transfers, static_cast<int>(segments));
 }
 
 int make_maps(const gdn_rule_backward_params &p, Maps *maps) {

@@ -1,4 +1,4 @@
-// Into how many segments sequences are cut, which are walked side by side (combine.cuh): plain C++, without CUDA's headers.
+// Into how many segments sequences are cut, which are walked side by side (walker.cuh): plain C++, without CUDA's headers.
 #pragma once
 
 #include <stdint.h>
@@ -10,45 +10,24 @@ namespace backward {
 
 constexpr int32_t kMostSegments = 64;    // that a caller may ask for
 
-// The first and the last segment are `ends` times as long as the others.
 struct Cut {
   int32_t segments;    // 1: none
-  int32_t ends;
-  bool beside;    // whether the gradients kernel begins beside the walks, which have one segment then
+  bool beside;         // whether the gradients kernel begins beside the walks
 };
 
-// The time of a launch, a middle segment of one block being 1: blocks of the first and the last segment begin first, those of the others
-// fill the multiprocessors that are idle.
-inline int64_t rounds_of(int64_t of_ends, int64_t of_middle, int32_t ends, int64_t sms) {
-  const int64_t rounds = ceil_div(of_ends, sms), left = of_middle - ends * (rounds * sms - of_ends);
-  return ends * rounds + (left > 0 ? ceil_div(left, sms) : 0);
-}
-
-// The cut of sequences of `longest` chunks that takes the least time. They stay whole where the two walks have more blocks than there are
-// multiprocessors, or where `segments` is 1 and not 0. `blocks`: of one walk of whole sequences. Middle segments are
-// walked in both launches, in the first one with `transfer_blocks` each beside them. Time is counted in chunks of a block that has a
-// multiprocessor to itself. `wgmma`: the gradients kernel can begin beside the walks.
-inline Cut cut_of(int64_t blocks, int64_t transfer_blocks, int64_t longest, int64_t sms, int32_t segments, bool wgmma) {
-  constexpr int64_t kCombineChunks = 16, kBesideChunks = 4, kLeastBeside = 32;    // measured; segments take two launches more
-  constexpr int32_t kMostChosen = 8, kMostEnds = 4;
-  Cut best = {1, 1, false};
-  if (2 * blocks > sms) return best;
-  // What the gradients kernel takes in all, a multiprocessor each. It can begin when the walks have met in the middle.
-  const int64_t gradients = 7 * 2 * blocks * longest / 8;
-  int64_t least = longest + gradients / sms;
-  if (wgmma && longest >= kLeastBeside && 6 * blocks > sms && 8 * blocks <= 3 * sms) {
-    const int64_t left = gradients - (sms - 2 * blocks) * longest / 2, chunks = longest + longest / 32 + kBesideChunks + (left > 0 ? left / sms : 0);
-    if (chunks < least) least = chunks, best.beside = true;
+// As many segments, or as `segments` asks for if it is not 0, as give each block of both walks a multiprocessor, while that takes less time
+// where most heads forget a state within kWarmUp chunks. Gradients begin beside the walks where these leave a quarter of the multiprocessors
+// idle, if only because heads forget nothing. `blocks`: of one walk of whole sequences; `longest`: chunks; `wgmma`: gradients can begin so.
+inline Cut cut_of(int64_t blocks, int64_t longest, int64_t sms, int32_t segments, bool wgmma) {
+  constexpr int64_t kWarmUp = 8, kCost = 3, kLeastBeside = 32;    // chunks; measured
+  constexpr int64_t kMostChosen = 8;
+  int64_t n = segments;
+  if (n == 0) {
+    n = blocks == 0 ? 1 : sms / (2 * blocks) < kMostChosen ? sms / (2 * blocks) : kMostChosen;
+    // kWarmUp + (longest - kWarmUp) / n chunks, each of which takes a fifth longer where all multiprocessors are busy.
+    if (n < 1 || 6 * ((n - 1) * kWarmUp + longest) + 5 * n * kCost >= 5 * n * longest) n = 1;
   }
-  if (segments == 1) return best;
-  for (int32_t n = 3; n <= kMostChosen; ++n)
-    for (int32_t ends = 1; ends <= kMostEnds; ++ends) {
-      const int64_t middle = n - 2, first = rounds_of(2 * blocks, middle * (2 * blocks + transfer_blocks), ends, sms);
-      const int64_t second = rounds_of(2 * blocks, middle * 2 * blocks, ends, sms);
-      const int64_t chunks = (first + second) * ceil_div(longest, middle + 2 * ends) + kCombineChunks + gradients / sms;
-      if (chunks < least) least = chunks, best = {n, ends, false};
-    }
-  return best;
+  return {static_cast<int32_t>(n), wgmma && longest >= n * kLeastBeside && 8 * blocks <= 3 * sms && 2 * blocks * n <= sms};
 }
 
 }  // namespace backward

@@ -19,7 +19,7 @@ template <typename T> struct Launcher {
   int optin;
   Maps maps;
 
-  int32_t v_tiles() const { return static_cast<int32_t>(ceil_div(p.common.head_v, kTileRows)); }
+  int32_t v_tiles() const { return v_tiles_of(p.common); }
 
   int grid(int64_t blocks, int threads, int64_t shared_bytes, LaunchConfig *c) const {
     if (blocks > kMaxBlocks) return GDN_BAD_LENGTH;
@@ -44,27 +44,25 @@ template <typename T> struct Launcher {
   }
 
   int64_t walk_blocks(const Walks &walks, int tiles) const {
-    int64_t blocks = 0;
-    for (const Walk &walk : walks.walk) blocks += blocks_of(p.common, walk, tiles);
-    return blocks;
+    return blocks_of(p.common, tiles) * walks.walks * walks.cut.segments;
   }
-  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1> int walk_as(const Buffers &b, const Walks &walks) const {
+  template <bool WGMMA, int STAGES, int QUERIES, int TILES = 1, bool COUNTS = false> int walk_as(const Buffers &b, const Walks &walks) const {
     using Shared = WalkShared<STAGES, QUERIES, TILES>;
     static_assert(STAGES > 1 || sizeof(Shared) <= kLeastShared, "a shape for every card");
     LaunchConfig c;
     if (const int status = grid(walk_blocks(walks, TILES), kWalkThreads<WGMMA, TILES>, sizeof(Shared), &c)) return status;
     // A cluster is a pair of multiprocessors. A walk beside which the other of the pair computes gradients would take half as long again.
-    if (walks.cut.beside) c.cluster = 2;
-    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES>>(c, optin, p, b, maps, walks);
+    if (COUNTS) c.cluster = 2;
+    return launch_allowed<walk_kernel<T, WGMMA, STAGES, QUERIES, TILES, COUNTS>>(c, optin, p, b, maps, walks);
   }
-  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors, and for
-  // segments, as cut_of() counts on it.
+  // With a multiprocessor each, blocks have room for two chunks of everything: of 64 rows while there are as many multiprocessors.
   int walk(const Buffers &b, const Walks &walks) const {
     if (walk_blocks(walks, 1) == 0) return GDN_OK;
     int sms = 0;
     if (const int status = sm_count(&sms)) return status;
     if (wgmma) {
-      if (walks.cut.segments > 1 || walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks);
+      if (walks.cut.beside) return walk_as<true, 2, 2, 1, true>(b, walks);
+      if (walk_blocks(walks, 1) <= sms) return walk_as<true, 2, 2>(b, walks);
       return v_tiles() > 1 ? walk_as<true, 2, 2, 2>(b, walks) : walk_as<true, 2, 1>(b, walks);
     }
     return static_cast<int64_t>(sizeof(WalkShared<2, 1, 1>)) <= optin ? walk_as<false, 2, 1>(b, walks) : walk_as<false, 1, 1>(b, walks);
@@ -103,11 +101,7 @@ template <typename T> struct Launcher {
     b.records = reinterpret_cast<Record *>(next(s.record_bytes));
     b.states = next(s.state_bytes), b.gradients = next(s.state_bytes);
     b.updates = updates_in_place(p) ? nullptr : next(s.update_bytes);
-    return s.cut.segments > 1 ? in_segments(b, at) : in_sections(b, at);
-  }
-
-  // Section by section: the states before all, then all else from the last to the first.
-  int in_sections(const Buffers &b, uint8_t *at) const {
+    // Section by section: the states before all, then all else from the last to the first.
     float *d_between = s.sections > 1 ? reinterpret_cast<float *>(at + (s.sections - 1) * s.carry_bytes) : nullptr;
     const auto before = [&](int i) {
       return i == 0 ? const_cast<float *>(static_cast<const float *>(p.common.state_in))
@@ -116,43 +110,18 @@ template <typename T> struct Launcher {
     for (int i = 0; i + 1 < s.sections; ++i) {
       const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
-      if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false, 0, 1}}, span, s.cut})) return status;
+      if (const int status = walk(b, {{{before(i), before(i + 1), kForward, false}}, 1, span, {1, false}})) return status;
     }
     for (int i = s.sections - 1; i >= 0; --i) {
       const Span span = {i, s.sections};
       if (const int status = prepare(span, b)) return status;
-      // The longer walk first.
-      const Walk reverse = {i == s.sections - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true, 0, 1};
-      if (const int status = walk(b, {{reverse, {before(i), nullptr, kForward, true, 0, s.places > 0}}, span, s.cut})) return status;
+      const Walk reverse = {i == s.sections - 1 ? p.d_state_out : d_between, i == 0 ? p.d_state_in : d_between, kReverse, true};
+      const Walk forward = {before(i), nullptr, kForward, true};
+      if (const int status = walk(b, {{reverse, forward}, s.places > 0 ? 2 : 1, span, s.cut})) return status;
       if (const int status = gradients(span, b)) return status;
     }
     return GDN_OK;
   }
-
-  // Segments of long sequences side by side (combine.cuh).
-  int in_segments(const Buffers &b, uint8_t *at) const {
-    const int32_t last = s.cut.segments - 1;
-    const Span whole = {0, 1};
-    const auto place = [&](int i) { return reinterpret_cast<float *>(at + i * s.carry_bytes); };
-    float *states = place(0), *gradients_of_states = place(last);    // after segment i; of the state before segment i + 1
-    float *transfers = place(2 * last);                              // of segment i + 1
-    if (const int status = prepare(whole, b)) return status;
-    const float *state_in = static_cast<const float *>(p.common.state_in);
-    const Walks first = {{{p.d_state_out, gradients_of_states + (last - 1) * state_floats(), kReverse, true, last, 1},
-                          {state_in, states, kForward, true, 0, 1},
-                          {nullptr, gradients_of_states, kReverse, false, 1, last - 1},
-                          {nullptr, states + state_floats(), kForward, false, 1, last - 1},
-                          {nullptr, transfers, kTransfer, false, 1, last - 1}}, whole, s.cut};
-    if (const int status = walk(b, first)) return status;
-    if (const int status = launch_combine(p.common, states, gradients_of_states, transfers, s.cut.segments, stream)) return status;
-    const Walks second = {{{gradients_of_states, p.d_state_in, kReverse, true, 0, 1},
-                           {states + (last - 1) * state_floats(), nullptr, kForward, true, last, 1},
-                           {gradients_of_states + state_floats(), nullptr, kReverse, true, 1, last - 1},
-                           {states, nullptr, kForward, true, 1, last - 1}}, whole, s.cut};
-    if (const int status = walk(b, second)) return status;
-    return gradients(whole, b);
-  }
-  int64_t state_floats() const { return s.carry_bytes / static_cast<int64_t>(sizeof(float)); }
 };
 
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream) {

@@ -30,40 +30,33 @@ inline bool updates_in_place(const gdn_rule_backward_params &p) {
   return p.common.head_k == p.common.head_v && p.common.num_v_heads <= 2 * p.common.num_k_heads;
 }
 
-// States along the chunks; gradients of states against them; what a segment of a sequence makes of the identity where there are no values.
-enum Direction : int32_t { kForward, kReverse, kTransfer };
+// States along the chunks, and gradients of states against them.
+enum Direction : int32_t { kForward, kReverse };
 
-// A walk of some segments of every sequence. Where it begins and ends: [segment, sequence, value head, rows, head_k], or null.
+// A walk of every sequence. Where it begins and ends: states [sequence, value head, head_v, head_k], or null.
 struct Walk {
-  const float *from;    // null: zeros, of kTransfer the identity
+  const float *from;    // null: zeros
   float *to;            // null: not kept
   int32_t direction;
   int32_t store;        // whether states, U and dV are kept
-  int32_t first, segments;
 };
 
-// The chunk where a segment begins. A sequence has fewer than 2^26 of them, as for Span.
-__host__ __device__ inline int border_of(const Cut &c, int chunks, int segment) {
-  if (segment == 0 || segment == c.segments) return segment == 0 ? 0 : chunks;
-  return static_cast<int>(static_cast<uint32_t>(chunks) * (c.ends + segment - 1) / (c.segments - 2 + 2 * c.ends));
-}
-
-// The walks of one launch, whose blocks follow each other.
+// The walks of one launch.
 struct Walks {
-  Walk walk[5];
+  Walk walk[2];
+  int32_t walks;
   Span span;    // of the workspace
-  Cut cut;      // segments only of sequences that are one span
+  Cut cut;      // of sequences that are one span; else {1, false}
 };
 
 constexpr int kTileRows = 64;    // value rows of a tile of a walk
-__host__ __device__ inline int tiles_of(const gdn_common &c, const Walk &walk) {
-  return ((walk.direction == kTransfer ? c.head_k : c.head_v) + kTileRows - 1) / kTileRows;
+__host__ __device__ inline int v_tiles_of(const gdn_common &c) { return (c.head_v + kTileRows - 1) / kTileRows; }
+__host__ __device__ inline unsigned blocks_each_head(const gdn_common &c, int tiles) {
+  return static_cast<unsigned>((v_tiles_of(c) + tiles - 1) / tiles);
 }
-__host__ __device__ inline unsigned blocks_each_head(const gdn_common &c, const Walk &walk, int tiles) {
-  return static_cast<unsigned>((tiles_of(c, walk) + tiles - 1) / tiles);
-}
-__host__ __device__ inline int64_t blocks_of(const gdn_common &c, const Walk &walk, int tiles) {
-  return int64_t{walk.segments} * c.seqs.num_seqs * c.num_v_heads * blocks_each_head(c, walk, tiles);
+// Of one walk of sequences that are not cut.
+__host__ __device__ inline int64_t blocks_of(const gdn_common &c, int tiles) {
+  return static_cast<int64_t>(c.seqs.num_seqs) * c.num_v_heads * blocks_each_head(c, tiles);
 }
 
 // Of the gradients kernel. Each block takes every gridDim.x-th item, by place and key head. Beside the walks blocks take items in turn, about
@@ -75,26 +68,20 @@ struct Work {
 };
 
 constexpr int64_t kTakenBytes = 1024;    // of Buffers::taken, so that what follows keeps its alignment
-
 struct Schedule {
   int32_t sections;
-  Cut cut;              // segments only of sequences that are one section
+  Cut cut;              // of sequences that are one section
   int64_t places;       // of a section
   int64_t record_bytes, state_bytes, update_bytes;    // of a section
-  int64_t carry_bytes, transfer_bytes;                // of one state, one transfer matrix of all heads
+  int64_t carry_bytes;    // of one state of all heads
 
-  // With sections: states before all but the first, and the gradient between two. With segments: states and gradients at their borders, and
-  // the transfer matrices of all but the first and the last.
+  // With sections: states before all but the first, and the gradient between two.
   int64_t bytes() const {
-    const int64_t between = sections > 1 ? sections * carry_bytes : cut.segments > 1 ? 2 * (cut.segments - 1) * carry_bytes + (cut.segments - 2) * transfer_bytes : 0;
-    return kTakenBytes + record_bytes + 2 * state_bytes + update_bytes + between;
+    return kTakenBytes + record_bytes + 2 * state_bytes + update_bytes + (sections > 1 ? sections * carry_bytes : 0);
   }
 };
 
 int make_schedule(const gdn_rule_backward_params &p, bool wgmma, Schedule *s);
-
-// Carries states and gradients of states through the segments (combine.cuh).
-int launch_combine(const gdn_common &c, float *states, float *gradients, const float *transfers, int32_t segments, cudaStream_t stream);
 
 // A translation unit for each type.
 template <typename T> int launch_chunks(const gdn_rule_backward_params &p, const Schedule &s, bool wgmma, cudaStream_t stream);

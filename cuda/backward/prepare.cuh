@@ -18,6 +18,7 @@ template <int GROUPS> struct PrepareShared {
     chunk::TokenGates gates;
     WalkFactors walk;
     TokenFactors tokens;
+    float squares[kChunk];    // of the keys, as the rule has them
   } groups[GROUPS];
 };
 
@@ -76,7 +77,7 @@ __device__ __forceinline__ void finish_gates(const ReadyGates &from, int lane, c
 
 // Reciprocal norms of the keys of this warp's rows, from the diagonal of K K^T: of columns alone, of rows times beta.
 __device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, bool l2norm, float eps, chunk::TokenGates &g,
-                                          TokenFactors &tokens, int warp, int lane) {
+                                          TokenFactors &tokens, float *squares, int warp, int lane) {
   const int row = lane / 4;
   const float square[2] = {row % 2 ? kk.left[1] : kk.left[0], row % 2 ? kk.right[1] : kk.right[0]};
   if (lane % 4 != row / 2) return;
@@ -85,6 +86,7 @@ __device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, 
     const int t = 16 * warp + row + 8 * i;
     const float norm = t >= count ? 0.f : l2norm ? chunk::rsqrt_fast(square[i] + eps) : 1.f;
     tokens.k_norm[t] = g.weight[t] = norm;
+    squares[t] = square[i] * norm * norm;
     g.k_norm[t] = norm * tokens.beta[t];
     if (warp < 3)
 #pragma unroll
@@ -92,7 +94,9 @@ __device__ __forceinline__ void key_norms(const chunk::OwnBlock &kk, int count, 
   }
 }
 
-__device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const TokenFactors &tokens, float scale, WalkFactors &to, int t) {
+// A token multiplies a state by e^g (I - beta k k^T), which makes no row longer than by e^g max(1, |1 - beta k k|).
+__device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const TokenFactors &tokens, const float *squares, float scale,
+                                             WalkFactors &to, int t) {
   const int at = chunk::factor_at(t);
   const float before = g.before[t], norm = tokens.k_norm[t];
   to.read[at] = before * norm;
@@ -102,6 +106,14 @@ __device__ __forceinline__ void walk_factors(const chunk::TokenGates &g, const T
   to.query[at] = before * tokens.q_norm[t] * scale;
   to.key[at] = -before * norm;
   if (t == 0) to.decay = g.decay, to.walked = 0;
+  const float size = fabsf(1.f - tokens.beta[t] * squares[t]);
+  float longer = 0.f;
+  if (__any_sync(0xffffffffu, !(size <= 1.f))) {    // rare; a NaN stays one
+    longer = size <= 1.f ? 0.f : log2f(size);
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) longer += __shfl_xor_sync(0xffffffffu, longer, d);
+  }
+  if (t % 32 == 0) to.left[t / 32] = longer + tokens.c[t + 31] - (t == 0 ? 0.f : tokens.c[t - 1]);
 }
 
 template <typename T, bool WGMMA, int GROUPS>
@@ -161,14 +173,14 @@ prepare_kernel(const __grid_constant__ gdn_rule_backward_params p, const Span sp
     if (h != group) ptx::group_barrier<128>(barrier);    // warp 0's gates are there
     const uint32_t inverse = ptx::shared_address(m.inverse), l = ptx::shared_address(m.attention);
     const chunk::OwnBlock own = chunk::own_block(kk, warp);
-    key_norms(own, count, p.common.l2norm, p.common.l2_eps, mine.gates, mine.tokens, warp, lane);
+    key_norms(own, count, p.common.l2norm, p.common.l2_eps, mine.gates, mine.tokens, mine.squares, warp, lane);
     ptx::group_barrier<128>(barrier);
     // L and its inverse.
     chunk::RowDecays decays = chunk::row_decays(mine.gates, warp, lane);
     uint32_t left[2][4];
     chunk::decay_keys(kk, own, mine.gates, decays, l, m.blocks[warp], left, warp, lane);
     chunk::invert64<__half, false>(l, m.blocks[warp], left, inverse, warp, lane, {barrier}, [&] {
-      if (warp < 2) walk_factors(mine.gates, mine.tokens, p.common.scale, mine.walk, 32 * warp + lane);
+      if (warp < 2) walk_factors(mine.gates, mine.tokens, mine.squares, p.common.scale, mine.walk, 32 * warp + lane);
     });
     // The attention.
     const float *norms = mine.tokens.q_norm + 16 * warp + lane / 4;

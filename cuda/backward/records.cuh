@@ -28,8 +28,8 @@ struct WalkFactors {
   float key[kChunk];      // -e^c / |k|
   float unbeta[kChunk];   // 1 / beta
   float decay;            // e^(c of the last)
+  float left[2];          // of the tokens of each half: log2 of what they leave of a state at most
   uint32_t walked;        // blocks of walks that have stored all they keep of this chunk (Cut::beside)
-  float unused[2];
 };
 
 // beta is what U, and then the gradient of beta, are divided by. So it is at least as large as this, which no state notices: less than one

@@ -1,7 +1,7 @@
 // The two serial parts of the backward pass: states along the chunks, and gradients of states against them.
 //
-// A block owns 64 or 128 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of a section or a
-// segment. The walks of a launch do not need each other.
+// A block owns 64 or 128 value rows of a head, a warp 16 of them in its registers, and walks through the chunks of a section or of a
+// segment of one. The walks of a launch do not need each other.
 #pragma once
 
 #include "walker.cuh"
@@ -10,8 +10,8 @@ namespace gdn {
 namespace backward {
 
 // U^T = A (beta (V^T - read S K^T)), S <- decay S + (write U^T) K. One function: its parts share operands in registers.
-template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
-__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES, bool COUNTS>
+__device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUERIES, TILES, COUNTS> &w) {
   float state[16][4] = {};
   w.begin(state);
   const int warp = w.warp, lane = w.lane;
@@ -34,7 +34,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::to_operand<T>(operand, state);
     float x[8][4];
     multiply<T, WGMMA, false>(x, operand, keys, false, lane);
-    if (w.store) w.store_image(operand, w.buffers.states, step, i);
+    if (w.keeps(step)) w.store_image(operand, w.buffers.states, step, i);
     wait<WGMMA>(x, operand);
     chunk::subtract_from_values<T>(x, values, f.read, warp, lane);
     chunk::scale_columns(x, f.beta, lane);
@@ -54,7 +54,7 @@ __device__ __forceinline__ void walk_forward(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
     // While its products are under way: U / beta, in f16 and divided by a power of two.
-    if (w.store) {
+    if (w.keeps(step)) {
       float most = 0.f;
       chunk::scale_columns(x, f.unbeta, lane);
 #pragma unroll
@@ -104,8 +104,8 @@ __device__ __forceinline__ void scale_operand(uint32_t (&a)[4][4], const float *
 }
 
 // dU^T = write (dS K^T) + dO^T Att, dV^T = beta (dU^T A), dS <- decay dS + (query dO^T) Q - (read dV^T) K.
-template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
-__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES, TILES> &w) {
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES, bool COUNTS>
+__device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUERIES, TILES, COUNTS> &w) {
   float state[16][4] = {};
   w.begin(state);
   const int warp = w.warp, lane = w.lane;
@@ -136,7 +136,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     scale_operand<T>(out, f.query, lane);
     chunk::scale(state, f.decay);
     multiply<T, WGMMA, true>(state, out, queries, true, lane);
-    if (w.store) w.store_image(operand, w.buffers.gradients, step, i);
+    if (w.keeps(step)) w.store_image(operand, w.buffers.gradients, step, i);
 
     // The gradients of U and v.
     wait<WGMMA, 1>(x, operand, scaled);
@@ -159,7 +159,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
     chunk::scale_columns(x, f.key, lane);
     chunk::to_operand<T>(half, x);
     multiply<T, WGMMA, true>(state, half, keys, true, lane);
-    if (w.store) {
+    if (w.keeps(step)) {
       chunk::put_out(out, w.out_tile(step), warp, lane);
       const int row = w.s.tile * kTileRows + 16 * warp;
       chunk::take_out<T>(w.out_tile(step), warp, lane, out_heads_at<T>(w.p.d_v, w.s.n, w.first(i), w.s.head) + row, w.p.d_v.token_stride, w.count(i),
@@ -174,7 +174,7 @@ __device__ __forceinline__ void walk_reverse(const Walker<T, WGMMA, STAGES, QUER
 // Warpgroups that compute, and one of which a warp copies.
 template <bool WGMMA, int TILES> constexpr int kWalkThreads = WGMMA ? 128 * (TILES + 1) : 128;
 
-template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES>
+template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES, bool COUNTS>
 __global__ void __launch_bounds__(kWalkThreads<WGMMA, TILES>, QUERIES == 1 ? 2 : 1)
 walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_constant__ Buffers buffers, const __grid_constant__ Maps maps,
             const __grid_constant__ Walks walks) {
@@ -182,21 +182,20 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   using Shared = WalkShared<STAGES, QUERIES, TILES>;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
   ptx::grid_dependency_wait();
-  if (walks.cut.beside) ptx::grid_dependency_launch();    // only now: the gradients kernel does not wait for what was before this launch
-  Block block = block_of(p.common, walks, TILES);
+  if (COUNTS) ptx::grid_dependency_launch();    // only now: the gradients kernel does not wait for what was before this launch
+  Block block = block_of(p.common, walks, buffers.records, TILES);
+  if (block.empty) return;
   const Walk &walk = walks.walk[block.which];
-  const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES, v_tiles = tiles_of(p.common, walk);
+  const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES, v_tiles = v_tiles_of(p.common);
   block.s.tile += group;
   const int thread = threadIdx.x % 128;
-  const Walker<T, WGMMA, STAGES, QUERIES, TILES> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
-                                                      walk.store != 0, walk.store != 0 && walks.cut.beside, group, thread, thread / 32, thread % 32, v_tiles};
-  if (walk.direction == kTransfer && threadIdx.x < 128 * TILES)    // a transfer has no values
-    for (auto &stage : w.shared.stage) clear_rows<1, 128>(stage.values[group], 0, thread);
+  const Walker<T, WGMMA, STAGES, QUERIES, TILES, COUNTS> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
+                                                      walks.cut.segments == 1, walk.store ? block.s.warm_up : 1 << 30, group, thread, thread / 32, thread % 32, v_tiles};
   if constexpr (WGMMA) {
     // The threads behind the warpgroups that compute have the first one's stretch.
     if (threadIdx.x == 32 * warps) {
       for (int i = 0; i < 2 + QUERIES; ++i) ptx::barrier_init(w.full(i), 1), ptx::barrier_init(w.empty(i), 128 * w.tiles_here());
-      for (int i = 0; i < kCounted; ++i) {
+      for (int i = 0; COUNTS && i < kCounted; ++i) {
         ptx::barrier_init(ptx::shared_address(&w.shared.stored[i]), 4 * w.tiles_here());
         ptx::barrier_init(ptx::shared_address(&w.shared.counted[i]), 1);
       }
@@ -207,7 +206,7 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
     if (threadIdx.x >= 32 * warps) {
       if (kSetRegisters) fewer_registers<24>();
       if (threadIdx.x == 32 * warps) w.copy_chunks();
-      if (threadIdx.x == 32 * (warps + 1) && w.counts) w.count_chunks();
+      if (COUNTS && threadIdx.x == 32 * (warps + 1)) w.count_chunks();
       return;
     }
     if (kSetRegisters) more_registers<TILES == 1 ? 232 : 240>();

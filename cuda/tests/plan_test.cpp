@@ -276,28 +276,23 @@ void segments() {
 
 }  // namespace
 
-// How sequences are cut for the backward pass, by blocks of a walk and of a transfer, chunks and multiprocessors.
+// How sequences are cut for the backward pass, by blocks of a walk, chunks and multiprocessors.
 void cuts() {
   const struct {
-    int blocks, transfer_blocks, chunks, sms, asked;
+    int blocks, chunks, sms, asked;
     bool wgmma;
-    int segments, ends, beside;
+    int segments, beside;
   } rows[] = {
-      {64, 64, 512, 132, 0, true, 1, 1, 0},    // 32 heads of 128: 128 of 132 multiprocessors have a block
-      {66, 64, 9, 132, 0, true, 1, 1, 0}, {67, 67, 4096, 132, 0, true, 1, 1, 0},
-      {48, 48, 32, 132, 0, true, 1, 1, 0}, {48, 48, 128, 132, 0, true, 1, 1, 1}, {50, 50, 128, 132, 0, true, 1, 1, 0},    // 24 heads, 25
-      {32, 32, 31, 132, 0, true, 1, 1, 0}, {32, 32, 32, 132, 0, true, 1, 1, 1}, {32, 32, 512, 132, 0, true, 1, 1, 1},     // 16 heads
-      {32, 32, 32, 132, 0, false, 1, 1, 0}, {32, 32, 128, 132, 0, false, 4, 3, 0}, {32, 32, 512, 132, 0, false, 4, 3, 0},
-      {24, 24, 128, 132, 0, true, 1, 1, 1}, {24, 24, 512, 132, 0, true, 7, 3, 0},                                         // 12 heads
-      {16, 16, 32, 132, 0, true, 1, 1, 0}, {16, 16, 128, 132, 0, true, 4, 1, 0}, {16, 16, 512, 108, 0, false, 5, 2, 0},   // 8 heads
-      {32, 32, 512, 132, 1, true, 1, 1, 1}, {32, 32, 512, 132, 1, false, 1, 1, 0},                                        // asked for
-      {4, 4, 32, 132, 0, true, 8, 1, 0}, {4, 4, 16, 132, 0, true, 1, 1, 0}, {0, 0, 0, 132, 0, true, 1, 1, 0},
-      {30, 20, 512, 132, 0, false, 5, 4, 0},                                                                              // 10 heads of 96 and 192
+      {64, 512, 132, 0, true, 1, 0}, {67, 4096, 132, 0, true, 1, 0}, {0, 0, 132, 0, true, 1, 0},                                            // 32 heads of 128
+      {48, 31, 132, 0, true, 1, 0}, {48, 32, 132, 0, true, 1, 1}, {50, 128, 132, 0, true, 1, 0}, {34, 512, 132, 0, true, 1, 1},             // 24 heads, 25
+      {33, 512, 132, 0, true, 2, 1}, {32, 512, 132, 0, true, 2, 1}, {32, 512, 132, 0, false, 2, 0}, {32, 20, 132, 0, true, 2, 0},           // 16 heads
+      {32, 19, 132, 0, true, 1, 0}, {24, 63, 132, 0, true, 2, 0}, {24, 64, 132, 0, true, 2, 1}, {16, 512, 132, 0, true, 4, 1}, {16, 15, 132, 0, true, 4, 0},              // 8 heads
+      {16, 14, 132, 0, true, 1, 0}, {16, 512, 108, 0, false, 3, 0}, {4, 512, 132, 0, true, 8, 1}, {1, 13, 132, 0, true, 1, 0},
+      {32, 512, 132, 1, true, 1, 1}, {32, 512, 132, 1, false, 1, 0}, {32, 512, 132, 3, true, 3, 0}, {4, 1, 132, 64, true, 64, 0},           // asked for
   };
   for (const auto &r : rows) {
-    const backward::Cut cut = backward::cut_of(r.blocks, r.transfer_blocks, r.chunks, r.sms, r.asked, r.wgmma);
+    const backward::Cut cut = backward::cut_of(r.blocks, r.chunks, r.sms, r.asked, r.wgmma);
     expect("cut_of: segments", &r - rows, cut.segments, r.segments);
-    expect("cut_of: ends", &r - rows, cut.ends, r.ends);
     expect("cut_of: beside", &r - rows, cut.beside, r.beside);
   }
 }
