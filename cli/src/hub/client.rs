@@ -12,6 +12,7 @@ use std::io::{ErrorKind, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 use ureq::http::{HeaderMap, StatusCode};
+use ureq::tls::TlsConfig;
 use ureq::{Agent, Body};
 
 /// Tries in a row that may bring nothing new of a file.
@@ -73,7 +74,8 @@ impl<'a> Client<'a> {
         let limit = Some(settings.silence);
         let config = Agent::config_builder().http_status_as_error(false).max_redirects(0).timeout_resolve(limit);
         let config = config.timeout_connect(limit).timeout_recv_response(limit).timeout_per_read(limit);
-        Self { agent: config.timeout_per_write(limit).build().into(), settings, name }
+        let tls = TlsConfig::builder().root_certs(settings.roots.clone()).build();
+        Self { agent: config.timeout_per_write(limit).tls_config(tls).build().into(), settings, name }
     }
 
     /// What the repository has; the hub answers within `limit`.

@@ -1,8 +1,9 @@
 //! What the environment says about the hub, as huggingface_hub reads it.
 
-use anyhow::{bail, Context, Result};
+use anyhow::{bail, ensure, Context, Result};
 use std::path::PathBuf;
 use std::time::Duration;
+use ureq::tls::{parse_pem, PemItem, RootCerts};
 
 pub struct Settings {
     /// The hub's address, without a slash at its end.
@@ -16,11 +17,13 @@ pub struct Settings {
     pub describe: Option<Duration>,
     /// How long the hub may be silent.
     pub silence: Duration,
+    /// Who vouches for servers.
+    pub roots: RootCerts,
 }
 
 impl Settings {
     /// # Errors
-    /// When a duration is no number of seconds, or there is no home directory.
+    /// When a duration is no number of seconds, a file of certificates cannot be read or has none, or there is no home directory.
     pub fn from_env() -> Result<Self> {
         let home = match (path("HF_HOME"), path("XDG_CACHE_HOME")) {
             (Some(home), _) => home,
@@ -41,8 +44,27 @@ impl Settings {
             offline: is_true("HF_HUB_OFFLINE") || is_true("TRANSFORMERS_OFFLINE"),
             describe: seconds("HF_HUB_ETAG_TIMEOUT")?,
             silence: seconds("HF_HUB_DOWNLOAD_TIMEOUT")?.unwrap_or(super::PATIENCE),
+            roots: roots()?,
         })
     }
+}
+
+/// The certificates of the user's file, as a proxy that reads along needs them, or Mozilla's.
+fn roots() -> Result<RootCerts> {
+    let Some(name) = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"].into_iter().find(|name| var(name).is_some()) else {
+        return Ok(RootCerts::WebPki);
+    };
+    let path = path(name).unwrap_or_default();
+    let pem = std::fs::read(&path).with_context(|| format!("{name}: cannot read {}", path.display()))?;
+    let items = parse_pem(&pem).collect::<Result<Vec<_>, _>>();
+    let items = items.with_context(|| format!("{name}: {} is not in PEM format", path.display()))?;
+    let certificates = items.into_iter().filter_map(|item| match item {
+        PemItem::Certificate(certificate) => Some(certificate),
+        _ => None,
+    });
+    let certificates: Vec<_> = certificates.collect();
+    ensure!(!certificates.is_empty(), "{name}: {} has no certificate in PEM format", path.display());
+    Ok(certificates.into())
 }
 
 /// A variable that is set and not empty.

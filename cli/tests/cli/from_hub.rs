@@ -3,7 +3,7 @@
 use crate::cli::{command, Run, PROMPT};
 use crate::generate::{shard, sharded};
 use crate::gguf_writer::demo;
-use crate::hub::{Habit, Hub, COMMIT};
+use crate::hub::{with_tls, Habit, Hub, CERTIFICATE, COMMIT};
 use candle_core::quantized::GgmlDType;
 use std::path::Path;
 use std::process::{Command, Stdio};
@@ -25,7 +25,7 @@ impl Machine {
         for proxy in ["HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy"] {
             command.env_remove(proxy);
         }
-        for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"] {
+        for name in ["HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"] {
             command.env_remove(name);
         }
         command.env("HF_HOME", self.0.path()).env("HF_ENDPOINT", endpoint);
@@ -97,6 +97,31 @@ fn what_is_needed_is_fetched_once() {
     let run = machine.run_with(&hub.endpoint, DEMO, &[("HF_HUB_DOWNLOAD_TIMEOUT", "soon")]);
     assert_eq!(run.code, Some(1));
     run.says(&["HF_HUB_DOWNLOAD_TIMEOUT", "seconds", "soon"]);
+}
+
+/// A proxy that reads along has a certificate of its own, which the user's file vouches for.
+#[test]
+fn the_users_certificates_are_trusted() {
+    let (copy, machine) = (sharded(), Machine::new());
+    let endpoint = with_tls(&Hub::serve(copy.path(), Habit::Good).endpoint);
+    machine.fails(&endpoint, DEMO, &["cannot list someone/demo", "certificate"]);
+    let file = |name: &str, text: &str| {
+        let path = machine.0.path().join(name);
+        std::fs::write(&path, text).unwrap();
+        path.to_str().unwrap().to_owned()
+    };
+    let (good, none) = (file("good.pem", CERTIFICATE), file("none.pem", "no certificate"));
+    let broken = file("broken.pem", "-----BEGIN CERTIFICATE-----\n?");
+    for (variables, part) in [
+        ([("SSL_CERT_FILE", "/nowhere.pem"), ("REQUESTS_CA_BUNDLE", &good)], "/nowhere.pem"),
+        ([("SSL_CERT_FILE", ""), ("REQUESTS_CA_BUNDLE", &none)], "REQUESTS_CA_BUNDLE"),
+        ([("SSL_CERT_FILE", &broken), ("REQUESTS_CA_BUNDLE", "")], "PEM"),
+    ] {
+        let run = machine.run_with(&endpoint, DEMO, &variables);
+        assert_eq!(run.code, Some(1), "{run:?}");
+        run.says(&[part]);
+    }
+    assert_eq!(machine.run_with(&endpoint, DEMO, &[("SSL_CERT_FILE", &good)]).good().stdout, want());
 }
 
 /// Other programs leave a commit's weights in the cache without its tokenizer.

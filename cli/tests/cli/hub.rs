@@ -1,5 +1,8 @@
 //! A model hub of one repository on this machine.
 
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer};
+use rustls::{ServerConfig, ServerConnection, StreamOwned};
 use std::collections::HashSet;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -96,6 +99,39 @@ impl Hub {
     pub fn requests(&self) -> Vec<Request> {
         std::mem::take(&mut self.requests.lock().expect("the log"))
     }
+}
+
+/// That of the server of https, which nobody knows. `openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -days 36500 -nodes -subj
+/// /CN=localhost -addext subjectAltName=DNS:localhost -addext basicConstraints=critical,CA:FALSE` makes one; its key is in PKCS 8.
+pub const CERTIFICATE: &str = include_str!("localhost.pem");
+
+/// The address of a server of https before the one at `endpoint`.
+pub fn with_tls(endpoint: &str) -> String {
+    let certificate = CertificateDer::from_pem_slice(CERTIFICATE.as_bytes()).expect("a certificate");
+    let key = PrivateKeyDer::Pkcs8(include_bytes!("localhost.key.der")[..].into());
+    let config = ServerConfig::builder().with_no_client_auth().with_single_cert(vec![certificate], key);
+    let config = Arc::new(config.expect("a server"));
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+    let address = format!("https://localhost:{}", listener.local_addr().expect("an address").port());
+    let behind = endpoint.strip_prefix("http://").expect("http").to_string();
+    std::thread::spawn(move || {
+        for stream in listener.incoming().flatten() {
+            let mut client = StreamOwned::new(ServerConnection::new(config.clone()).expect("a connection"), stream);
+            // A request has no body, and there is none of a client that does not trust this server.
+            let (mut request, mut answer) = (Vec::new(), Vec::new());
+            let mut lines = BufReader::new(&mut client);
+            while !request.ends_with(b"\r\n\r\n") && matches!(lines.read_until(b'\n', &mut request), Ok(1..)) {}
+            if request.is_empty() {
+                continue;
+            }
+            let mut server = TcpStream::connect(&behind).expect("the server behind");
+            server.write_all(&request).and_then(|()| server.read_to_end(&mut answer)).expect("its answer");
+            let _ = client.write_all(&answer);
+            client.conn.send_close_notify();
+            let _ = client.flush();
+        }
+    });
+    address
 }
 
 /// Keeps a connection until the client closes it.
