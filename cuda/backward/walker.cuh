@@ -116,7 +116,8 @@ __device__ __forceinline__ Block block_of(const gdn_common &c, const Walks &walk
   return y;
 }
 
-// A walk's parts that both directions have. COUNTS chunks that are stored, for the gradients kernel beside it. With wgmma a warp of its own has the copy engine bring chunks.
+// A walk's parts that both directions have. COUNTS chunks that are stored, for the gradients kernel beside it. With wgmma a warp of its own
+// has the copy engine bring chunks.
 template <typename T, bool WGMMA, int STAGES, int QUERIES, int TILES, bool COUNTS> struct Walker {
   using Shared = WalkShared<STAGES, QUERIES, TILES>;
   using Stage = typename Shared::Stage;
