@@ -189,8 +189,9 @@ walk_kernel(const __grid_constant__ gdn_rule_backward_params p, const __grid_con
   const int warps = TILES * 4, group = static_cast<int>(threadIdx.x / 128) % TILES, v_tiles = v_tiles_of(p.common);
   block.s.tile += group;
   const int thread = threadIdx.x % 128;
-  const Walker<T, WGMMA, STAGES, QUERIES, TILES, COUNTS> w = {p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction,
-                                                      walks.cut.segments == 1, walk.store ? block.s.warm_up : 1 << 30, group, thread, thread / 32, thread % 32, v_tiles};
+  const Walker<T, WGMMA, STAGES, QUERIES, TILES, COUNTS> w = {
+      p, buffers, maps, *reinterpret_cast<Shared *>(raw_shared), walk, block.s, walk.direction, walks.cut.segments == 1,
+      walk.store ? block.s.warm_up : 1 << 30, group, thread, thread / 32, thread % 32, v_tiles};
   if constexpr (WGMMA) {
     // The threads behind the warpgroups that compute have the first one's stretch.
     if (threadIdx.x == 32 * warps) {
