@@ -218,7 +218,7 @@ typedef struct gdn_rule_backward_params {
   void *workspace;
   int64_t workspace_bytes;
   int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts every sequence into n segments, at
-                           // most 64, that run side by side: each from where it leaves out at most 2^-24 of a state. A choice depends on
+                           // most 64, that run side by side. Each leaves out at most 2^-24 of the state before it. A choice depends on
                            // all sequences of the call and on the device, and so do bits
   int32_t recompute;       // states of fewer chunks at a time: less workspace, more time; without segments
   int32_t algo;            // GDN_AUTO, GDN_RECURRENT, GDN_CHUNKED_SM80 or GDN_CHUNKED_SM90, supported sizes as in the forward pass

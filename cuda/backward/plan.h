@@ -68,6 +68,7 @@ struct Work {
 };
 
 constexpr int64_t kTakenBytes = 1024;    // of Buffers::taken, so that what follows keeps its alignment
+
 struct Schedule {
   int32_t sections;
   Cut cut;              // of sequences that are one section

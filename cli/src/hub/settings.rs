@@ -37,19 +37,20 @@ impl Settings {
         let implicit = !is_true("HF_HUB_DISABLE_IMPLICIT_TOKEN");
         let token = var("HF_TOKEN").or_else(|| var("HUGGING_FACE_HUB_TOKEN")).or_else(kept).filter(|_| implicit);
         let endpoint = var("HF_ENDPOINT").unwrap_or_else(|| "https://huggingface.co".into());
+        let offline = is_true("HF_HUB_OFFLINE") || is_true("TRANSFORMERS_OFFLINE");
         Ok(Self {
             endpoint: endpoint.trim_end_matches('/').to_string(),
             cache,
             token: token.map(|token| token.trim().to_string()).filter(|token| !token.is_empty()),
-            offline: is_true("HF_HUB_OFFLINE") || is_true("TRANSFORMERS_OFFLINE"),
+            offline,
             describe: seconds("HF_HUB_ETAG_TIMEOUT")?,
             silence: seconds("HF_HUB_DOWNLOAD_TIMEOUT")?.unwrap_or(super::PATIENCE),
-            roots: roots()?,
+            roots: if offline { RootCerts::WebPki } else { roots()? },
         })
     }
 }
 
-/// The certificates of the user's file, as a proxy that reads along needs them, or Mozilla's.
+/// The certificates of the user's file, which has that of a proxy that decrypts connections, or Mozilla's.
 fn roots() -> Result<RootCerts> {
     let Some(name) = ["SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"].into_iter().find(|name| var(name).is_some()) else {
         return Ok(RootCerts::WebPki);

@@ -99,7 +99,7 @@ fn what_is_needed_is_fetched_once() {
     run.says(&["HF_HUB_DOWNLOAD_TIMEOUT", "seconds", "soon"]);
 }
 
-/// A proxy that reads along has a certificate of its own, which the user's file vouches for.
+/// A proxy that decrypts connections has a certificate of its own, which lies in the user's file.
 #[test]
 fn the_users_certificates_are_trusted() {
     let (copy, machine) = (sharded(), Machine::new());
@@ -122,6 +122,9 @@ fn the_users_certificates_are_trusted() {
         run.says(&[part]);
     }
     assert_eq!(machine.run_with(&endpoint, DEMO, &[("SSL_CERT_FILE", &good)]).good().stdout, want());
+    // Who needs no server needs no certificate.
+    let offline = [("SSL_CERT_FILE", "/nowhere.pem"), ("HF_HUB_OFFLINE", "1")];
+    assert_eq!(machine.run_with(&endpoint, DEMO, &offline).good().stdout, want());
 }
 
 /// Other programs leave a commit's weights in the cache without its tokenizer.
