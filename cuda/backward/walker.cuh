@@ -43,9 +43,6 @@ struct Stretch {
   int64_t place;     // of the sequence's first chunk, if it had one
 };
 
-// Of a state that a segment does not begin with at most this is left where it begins to keep chunks, as log2: a rounding of f32.
-constexpr float kLeft = -24.f;
-
 // Reduces a stretch to a segment of it, by all lanes of a warp. Segments of a walk do not wait for each other: each but the first begins with
 // zeros, so far before the chunks that it keeps that no state from before it would be left there. The first one needs no such warm-up and is
 // longer for it; where a head forgets too little it is all there is. Returns whether anything is left to do.
@@ -60,7 +57,7 @@ __device__ __forceinline__ bool reduce_to_segment(Stretch &s, const Record *reco
   for (int i = lane; i < chunks; i += 32) sum += left_of(i);
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  const float usual = kLeft / sum * static_cast<float>(chunks);
+  const float usual = chunk::kLeft / sum * static_cast<float>(chunks);
   const int warm_up = usual >= 0.f && usual < static_cast<float>(chunks) ? static_cast<int>(usual) : chunks;
   const auto border = [&](int i) { return i == 0 ? 0 : warm_up + static_cast<int>(static_cast<uint32_t>(chunks - warm_up) * i / segments); };
   const int begin = border(segment), end = border(segment + 1);
@@ -73,7 +70,7 @@ __device__ __forceinline__ bool reduce_to_segment(Stretch &s, const Record *reco
       const float nearer = __shfl_up_sync(0xffffffffu, x, d);
       if (lane >= d) x += nearer;
     }
-    const unsigned enough = __ballot_sync(0xffffffffu, left + x < kLeft);
+    const unsigned enough = __ballot_sync(0xffffffffu, left + x < chunk::kLeft);
     if (enough != 0) {
       from = max(from - __ffs(enough), 0);
       break;

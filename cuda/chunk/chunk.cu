@@ -9,6 +9,10 @@
 
 namespace gdn {
 namespace chunk {
+namespace {
+constexpr int32_t kLeastChosen = 16;    // chunks of a segment: for fewer the choice on the device takes longer than it gains
+}  // namespace
+
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
@@ -20,16 +24,20 @@ int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s) {
   const bool has_wide = p.common.head_k > 64 && p.common.head_v > 64;    // blocks of 128 value rows
   Segments segments;
   if (heads > 0) segments = choose_segments(p, longest, sm90, sms, sm90 && has_wide);
-  s->first_chunks = static_cast<int32_t>(segments.first_chunks < 1 ? 1 : segments.first_chunks);
-  s->segment_chunks = static_cast<int32_t>(segments.chunks < 1 ? 1 : segments.chunks);
+  s->longest = static_cast<int32_t>(longest);
+  s->planned = {static_cast<int32_t>(segments.first_chunks), static_cast<int32_t>(segments.chunks)};
   s->mixed = segments.slots > 0;
   s->slots = s->mixed ? static_cast<int32_t>(segments.slots) : p.common.seqs.num_seqs;
   s->long_tokens = static_cast<int32_t>(segments.long_tokens);
-  const int64_t later_chunks = longest - s->first_chunks;
-  s->segments = static_cast<int32_t>(1 + (later_chunks > 0 ? ceil_div(later_chunks, s->segment_chunks) : 0));
+  const int64_t later_chunks = longest - s->planned.first_chunks;
+  s->segments = static_cast<int32_t>(1 + (later_chunks > 0 ? ceil_div(later_chunks, s->planned.segment_chunks) : 0));
   // [V, K] after the first; [V + K, K] of each that is neither it nor the last.
   const int64_t rows = s->segments > 1 ? p.common.head_v + (s->segments - 2) * (p.common.head_v + p.common.head_k) : 0;
-  s->transfer_bytes = rows * s->slots * p.common.num_v_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
+  const int64_t slot_heads = s->slots * int64_t{p.common.num_v_heads};
+  s->transfer_bytes = rows * slot_heads * p.common.head_k * static_cast<int64_t>(sizeof(float));
+  if (s->segments > 1 && s->planned.segment_chunks >= kLeastChosen)
+    s->border_bytes = static_cast<int64_t>(sizeof(Borders)) + 2 * slot_heads * static_cast<int64_t>(sizeof(int32_t));
+  s->costs = pass_costs(segments, sm90);
 
   if (!sm90) {    // more rows a block read the keys less often, where blocks would not all run at once
     int optin = 0;
@@ -53,6 +61,13 @@ template <typename T> int launch_all(const gdn_rule_params &p, const Schedule &s
   Record *records = static_cast<Record *>(p.workspace);
   plan.records = records;
   plan.transfers = reinterpret_cast<float *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes);
+  if (s.border_bytes > 0) {
+    plan.borders = reinterpret_cast<Borders *>(static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes);
+    plan.warm_ups = reinterpret_cast<int32_t *>(plan.borders + 1);
+    int sms = 0;
+    if (const int status = sm_count(&sms)) return status;
+    if (const int status = launch_borders(p, s, plan, sm90 ? sms : 2 * sms, stream)) return status;
+  }
   Maps maps;
   if (s.chunks > 0)
     if (const int status = sm90 ? make_maps(p, &maps) : launch_prepare<T>(p, s, records, stream)) return status;

@@ -1,8 +1,9 @@
-// Exact context parallelism: a sequence is cut into segments that run side by side.
+// Context parallelism: a sequence is cut into segments that run side by side.
 //
 // A segment maps the state before it to the one after it: S -> S M + N, with N what it makes of no state at all and M what it
 // makes of the identity when there are no values. The first segment is run as it is; the transfer pass finds both for the
-// others but the last, all at once; this kernel goes through them and puts the state after each in the place of its N.
+// others but the last, all at once; this kernel goes through them and puts the state after each in the place of its N. Of a head that
+// forgets within a segment N is that already, and needs no M (borders.cuh).
 //
 // Transposed, S^T <- M^T S^T + N^T, the left operand is M, which comes from memory right into the registers that hold it as an
 // operand: they are loaded for the next segment as soon as they are used, a whole step ahead. Only the state is
@@ -161,8 +162,8 @@ combine_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
   const int tiles = (p.common.head_v + C::kRows - 1) / C::kRows, block = static_cast<int>(blockIdx.x / kCluster);
   const int row0 = block % tiles * C::kRows, head = block / tiles % p.common.num_v_heads, slot = block / tiles / p.common.num_v_heads;
   const int found = plan.mixed ? sequence_of_slot(p.common.seqs, plan, slot) : slot, n = max(found, 0);
-  const int last = segments_of(plan, (tokens_of(p.common.seqs, n).count + kChunk - 1) / kChunk) - 1;
-  if (found < 0 || slot_of(p.common.in_slots, n) < 0 || slot_of(p.common.out_slots, n) < 0 || last < 2) {
+  const int last = segments_of(borders_of(plan), (tokens_of(p.common.seqs, n).count + kChunk - 1) / kChunk) - 1;
+  if (found < 0 || slot_of(p.common.in_slots, n) < 0 || slot_of(p.common.out_slots, n) < 0 || last < 2 || forgets(p, plan, slot, head)) {
     ptx::grid_dependency_wait();
     return;
   }

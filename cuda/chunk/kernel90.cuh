@@ -1,6 +1,7 @@
 // The kernel for sm_90a: which warp has which role of sm90.cuh.
 #pragma once
 
+#include "borders.cuh"
 #include "sm90.cuh"
 
 namespace gdn {
@@ -26,6 +27,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
     }
   }
   if (PASS == kTransfer && block.s.identity) block.clear_values();
+  if (PASS == kTransfer && block.s.forgetting) block.s.begin = begin_of_warm_up<T, S::kThreads / 32>(p, plan, block.s, block.shared.gates[0].c);
   __syncthreads();
   block.enter_stretch();
   block.values = PASS != kTransfer || !block.s.identity;
@@ -54,6 +56,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS>
 __global__ void __launch_bounds__(Shape90<KK, NM>::kThreads, 1)
 sm90_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan, const __grid_constant__ Maps maps) {
   if constexpr (ptx::kSm90a) {
+    if (PASS == kFirst) ptx::grid_dependency_wait();    // for the borders
     if (PASS != kFirst || !is_transfer(p, plan, 64 * NM, blockIdx.x)) run_block<T, ST, KK, NM, PASS>(p, plan, maps);
     else run_block<T, ST, KK, NM, kTransfer>(p, plan, maps);
   }

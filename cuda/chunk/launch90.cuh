@@ -22,7 +22,7 @@ int launch_scan90(const gdn_rule_params &p, Plan plan, const Maps &maps, LaunchC
 inline int begin_rounds(const gdn_rule_params &p, const Schedule &s, int64_t jobs, Rounds *rounds, cudaStream_t stream) {
   *rounds = {static_cast<int32_t>(jobs), s.places, s.split_bytes > 0, nullptr, nullptr};
   if (!rounds->split) return GDN_OK;
-  uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes;
+  uint8_t *memory = static_cast<uint8_t *>(p.workspace) + s.record_bytes + s.transfer_bytes + s.border_bytes;
   const int64_t flags = s.places * 8 * int64_t{sizeof(uint32_t)};
   rounds->flags = reinterpret_cast<uint32_t *>(memory);
   rounds->states = reinterpret_cast<float *>(memory + flags);
@@ -43,7 +43,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
   LaunchConfig c;
   if (const int status = scan_grid(blocks, &c)) return status;
   c.stream = stream;
-  c.overlap = PASS == kWhole && s.segments > 1;
+  c.overlap = s.segments > 1 && (PASS == kWhole || s.border_bytes > 0);
   if (p.common.head_k <= 64) return launch_scan90<T, ST, 64, 1, PASS>(p, plan, maps, c, optin);
   return rows == 128 ? launch_scan90<T, ST, 128, 2, PASS>(p, plan, maps, c, optin)
                      : launch_scan90<T, ST, 128, 1, PASS>(p, plan, maps, c, optin);

@@ -9,6 +9,8 @@ namespace gdn {
 namespace chunk {
 
 constexpr int kChunk = GDN_CHUNK;
+// Of a state that a segment does not begin with at most this is left where it counts, as log2: a rounding of f32.
+constexpr float kLeft = -24.f;
 constexpr int kPiece = 8;                        // elements in 16 bytes
 constexpr int kTileBytes = kChunk * 64 * 2;      // 64 rows of 64 elements
 constexpr int kImageBytes = kTileBytes;          // a 64 x 64 matrix of 16-bit elements

@@ -90,22 +90,31 @@ __device__ __forceinline__ float sigmoid_fast(float x) {
   return x >= 0.f ? r : t * r;
 }
 
-// `rate` is -exp(A_log) log2(e), or log2(e) itself where the gates are ready; taken() may load the next ones.
+// log2 of a token's decay, and its beta, from raw gates. `rate` is -exp(A_log) log2(e), or log2(e) itself where the gates are ready.
+__device__ __forceinline__ float decay_of(const gdn_rule_params &p, uint32_t a, float rate, float dt_bias) {
+  const float x = raw_to_float(a, p.common.gate_dtype);
+  const float decay = rate * (p.gates == GDN_GATES_READY ? x : softplus_fast(x + dt_bias));
+  return decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
+}
+__device__ __forceinline__ float beta_of(const gdn_rule_params &p, uint32_t b) {
+  const float y = raw_to_float(b, p.common.gate_dtype);
+  return p.gates == GDN_GATES_READY ? y : p.common.beta_scale * sigmoid_fast(y);
+}
+
+// taken() may load the next gates.
 //
 // NOTES: loops are not unrolled, here and in the norms: these warps have time, and the code of all warps of a block must fit the
 // instruction cache.
 template <typename F>
 __device__ __forceinline__ void finish_gates(const gdn_rule_params &p, RawGates raw, float rate, float dt_bias, int count,
                                              int lane, TokenGates &to, const F &taken) {
-  const bool ready = p.gates == GDN_GATES_READY;
   float g[2], b[2];
 #pragma unroll 1
   for (int i = 0; i < 2; ++i) {
     const bool there = 2 * lane + i < count;
-    const float x = raw_to_float(raw.a[0], p.common.gate_dtype), y = raw_to_float(raw.b[0], p.common.gate_dtype);
-    const float decay = rate * (ready ? x : softplus_fast(x + dt_bias));
-    g[0] = g[1], g[1] = !there ? 0.f : decay < kLeastDecay ? kLeastDecay : decay;    // fmaxf would hide a NaN
-    b[0] = b[1], b[1] = !there ? 0.f : ready ? y : p.common.beta_scale * sigmoid_fast(y);
+    const float decay = decay_of(p, raw.a[0], rate, dt_bias), beta = beta_of(p, raw.b[0]);
+    g[0] = g[1], g[1] = there ? decay : 0.f;
+    b[0] = b[1], b[1] = there ? beta : 0.f;
     raw.a[0] = raw.a[1], raw.b[0] = raw.b[1];
   }
   taken();

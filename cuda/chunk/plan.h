@@ -2,14 +2,21 @@
 #pragma once
 
 #include "../common/profile.cuh"
+#include "segments.h"
 
 namespace gdn {
 namespace chunk {
 
+// Where segments begin.
+struct Borders {
+  int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
+};
+
 // How sequences are cut.
 struct Cuts {
-  int32_t segments;                        // of a sequence at most
-  int32_t first_chunks, segment_chunks;    // of the first segment, and of the others
+  int32_t segments;    // of a sequence at most
+  int32_t longest;     // chunks of a sequence at most
+  Borders planned;     // for heads that forget nothing
   // Sequences of more than `long_tokens`, at most `slots` of them, begin first, and no others are cut. Not mixed: each sequence
   // has a slot, and may be cut.
   bool mixed;
@@ -22,9 +29,11 @@ struct Schedule : Cuts {
   int32_t places;               // blocks that process several heads each; 0: one head a block
   int64_t chunks;               // records of a value head
   int64_t record_bytes, transfer_bytes;
+  int64_t border_bytes = 0;     // Borders and warm-ups, where the device chooses them
   int64_t split_bytes;          // with places: for heads split in two
+  PassCosts costs;
 
-  int64_t bytes() const { return record_bytes + transfer_bytes + split_bytes; }
+  int64_t bytes() const { return record_bytes + transfer_bytes + border_bytes + split_bytes; }
 };
 
 int make_schedule(const gdn_rule_params &p, bool sm90, Schedule *s);
@@ -49,6 +58,10 @@ struct Plan : Cuts {
   bool keep_state;          // a sequence without tokens need not copy its state
   const Record *records;
   float *transfers;         // context parallelism: see context.cuh
+  // Chosen on the device, as it depends on how much heads forget (borders.cuh); null where `planned` stands.
+  Borders *borders;
+  int32_t *warm_ups;        // [slots, num_v_heads]: chunks in which a head forgets a state, about; 0: more than a segment's. Then the
+                            // chunks of their sequences
   Rounds rounds;
   GDN_PROFILED(profile::Target profile;)
 };
@@ -69,6 +82,9 @@ template <typename T> int launch_sm80(const gdn_rule_params &p, const Schedule &
 
 // The records of all chunks, for launch_sm80.
 template <typename T> int launch_prepare(const gdn_rule_params &p, const Schedule &s, Record *records, cudaStream_t stream);
+
+// Where segments begin (borders.cuh).
+int launch_borders(const gdn_rule_params &p, const Schedule &s, const Plan &plan, int places, cudaStream_t stream);
 
 // The states between segments (context.cuh).
 int launch_combine(const gdn_rule_params &p, const Plan &plan, cudaStream_t stream);

@@ -202,17 +202,25 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
+  bool forgetting;      // kTransfer: begins later, begin_of_warm_up() says where
   int split;            // the place that runs the head's first part; -1: the head is whole
 };
 
-__device__ __forceinline__ int begin_of_segment(const Plan &plan, int segment) {
-  return segment == 0 ? 0 : plan.first_chunks + (segment - 1) * plan.segment_chunks;
+__device__ __forceinline__ Borders borders_of(const Plan &plan) { return plan.borders ? *plan.borders : plan.planned; }
+
+__device__ __forceinline__ int begin_of_segment(const Borders &borders, int segment) {
+  return segment == 0 ? 0 : borders.first_chunks + (segment - 1) * borders.segment_chunks;
 }
 
 // The number of segments of a sequence of `chunks` chunks.
-__device__ __forceinline__ int segments_of(const Plan &plan, int chunks) {
-  const int later_chunks = chunks - plan.first_chunks;
-  return later_chunks <= 0 ? 1 : 1 + (later_chunks + plan.segment_chunks - 1) / plan.segment_chunks;
+__device__ __forceinline__ int segments_of(const Borders &borders, int chunks) {
+  const int later_chunks = chunks - borders.first_chunks;
+  return later_chunks <= 0 ? 1 : 1 + (later_chunks + borders.segment_chunks - 1) / borders.segment_chunks;
+}
+
+// Whether a head forgets so much that what a segment makes of no state is the state after it (borders.cuh).
+__device__ __forceinline__ bool forgets(const gdn_rule_params &p, const Plan &plan, int slot, int head) {
+  return plan.warm_ups && plan.warm_ups[slot * p.common.num_v_heads + head] > 0;
 }
 
 // The long sequence that has a slot (plan.mixed), by all lanes of a warp; -1: there are fewer.
@@ -307,10 +315,16 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.n = max(found, 0);
   s.seq = tokens_of(p.common.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
-  s.begin = begin_of_segment(plan, s.segment);
-  s.end = whole ? chunks : min(chunks, begin_of_segment(plan, s.segment + 1));
-  s.split = -1;
-  if (PASS == kTransfer && s.end == chunks) s.end = s.begin;    // no later segment needs it
+  s.begin = 0, s.end = chunks;
+  if (plan.segments > 1 && !whole) {
+    const Borders borders = borders_of(plan);
+    s.begin = begin_of_segment(borders, s.segment), s.end = min(chunks, begin_of_segment(borders, s.segment + 1));
+  }
+  s.split = -1, s.forgetting = false;
+  if (PASS == kTransfer) {
+    s.forgetting = forgets(p, plan, s.slot, s.head);
+    if (s.end == chunks || (s.forgetting && s.identity)) s.end = s.begin;    // no later segment needs it
+  }
   if (found < 0 || (whole && s.seq.count > plan.long_tokens)) s.segment = 1, s.begin = s.end = 0;    // idle
   if (PASS == kSeveral && part.split >= 0) {
     const int first = (chunks * part.share + plan.rounds.places / 2) / plan.rounds.places;
@@ -336,7 +350,7 @@ __device__ __forceinline__ float *split_at(const gdn_rule_params &p, const Plan 
 template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule_params &p, const Plan &plan, const Stretch &s,
                                             int tile_rows, int row0, int lane) {
-  if (PASS == kTransfer) {
+  if (PASS == kTransfer && s.begin > 0) {    // else a head has forgotten nothing since the sequence's begin
 #pragma unroll
     for (int t = 0; t < N; ++t)
 #pragma unroll

@@ -48,6 +48,8 @@ constexpr Costs costs_sm80() {
   return c;
 }
 
+constexpr Costs kCosts90 = costs_sm90(), kCosts80 = costs_sm80();
+
 constexpr double kModelError = 4.;         // microseconds by which the model may be wrong: a sequence is cut for more
 constexpr double kSplitCost = 2.;          // microseconds more where heads are split
 constexpr int64_t kSplitChunks = 8;        // a head of fewer chunks is not split
@@ -168,8 +170,6 @@ class Search {
   const Segments &best() const { return best_; }
 
  private:
-  static constexpr Costs kCosts90 = costs_sm90(), kCosts80 = costs_sm80();
-
   int64_t v_tiles(int w) const { return ceil_div(p_.common.head_v, w == 1 ? 128 : 64); }
   int64_t k_tiles(int w) const { return ceil_div(p_.common.head_k, w == 1 ? 128 : 64); }
 
@@ -210,6 +210,13 @@ class Search {
 };
 
 }  // namespace
+
+PassCosts pass_costs(const Segments &s, bool sm90) {
+  const Costs &costs = sm90 ? kCosts90 : kCosts80;
+  const BlockCosts &first = costs.of(s.wide_first);
+  const auto us = [](double x) { return static_cast<float>(x); };
+  return {us(first.chunk), us(first.begin), us(first.transfer_chunk), us(first.transfer_begin), us(costs.of(s.wide).chunk)};
+}
 
 Segments choose_segments(const gdn_rule_params &p, int64_t longest, bool sm90, int sms, bool has_wide) {
   Search search(p, longest, sm90, sms, has_wide);

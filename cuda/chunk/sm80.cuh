@@ -5,7 +5,7 @@
 // is filled while the chain of products up to the new state runs. So two buffers fit where shared memory is small.
 #pragma once
 
-#include "scan.cuh"
+#include "borders.cuh"
 
 namespace gdn {
 namespace chunk {
@@ -60,7 +60,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
   constexpr uint32_t kV = offsetof(Stage, v), kInverse = offsetof(Stage, inverse), kFactors = offsetof(Stage, factors);
 
   // The block's stretch.
-  const Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
+  Stretch s = stretch_of<PASS>(p, plan, kTileRows, blockIdx.x, 0);
   const int64_t in_slot = slot_of(p.common.in_slots, s.n), out_slot = slot_of(p.common.out_slots, s.n);
   if (in_slot < 0 || out_slot < 0) {
     ptx::grid_dependency_wait();    // dependent launches rely on all earlier kernels being complete
@@ -72,6 +72,7 @@ __device__ __forceinline__ void scan_block(const gdn_rule_params &p, const Plan 
     ptx::grid_dependency_wait();
     return;
   }
+  if (PASS == kTransfer && s.forgetting) s.begin = begin_of_warm_up<T, WARPS>(p, plan, s, shared.stage[0].factors.read);
   const int64_t token0 = s.seq.first + static_cast<int64_t>(s.begin) * kChunk;
   const int chunks = s.end - s.begin, tokens = s.seq.count - s.begin * kChunk;
   const int thread = threadIdx.x, warp = thread / 32, lane = thread % 32;

@@ -67,6 +67,7 @@ def named():
     yield from every(types, [dict(lens=[64] * 3, varlen=True), dict(lens=MIXED, slack=500)])
     # Always the same draw: what operands of 16 bits cost such inputs depends on it.
     yield from every(list(hard()), seed=0)
+    sizes = rows("k v", (64, 64), (72, 40), (128, 256))
     # Segments are cut by the longest; shorter ones have parts that are empty.
     yield from every(lens=[[1000], [1000] * 3, [1000, 130, 0, 1, 64, 999]], slots=["identity", "moved"], segments=(1, 2, 3, 5))
     # Long sequences among short ones: they begin first, and are cut alone.
@@ -76,13 +77,18 @@ def named():
     yield dict(lens=ragged + [1] * 200, hk=1, hv=2, segments=(0, 3))
     yield dict(lens=[300] * 40 + [3], segments=(0, 3), slots="moved")
     yield dict(lens=[1000], segments=(1, 2, 3, 5), decay="none")
+    # Long enough for borders that the device chooses: heads that forget within a segment, others that do not, some back to the begin.
+    yield from every(io=IO, lens=[[4200], [4500, 700, 64, 5000]], decay=["normal", "strong", "mixed", "uniform", "none"], hk=1, hv=4, segments=(3, 4, 5))
+    yield from every(io=IO, lens=[[4200]], decay=["normal", "strong", "uniform"], l2norm=False, segments=(3, 4), state=["f32", "bf16"])
+    yield from every(sizes, lens=[[4200, 20]], decay=["normal", "uniform"], ready=True, zeros=[True, False], slots="moved", beta_scale=2.0, segments=(3,))
+    yield dict(lens=[i % 90 for i in range(100)] + [9000, 4000], hk=1, hv=4, segments=(0, 7))
     yield dict(lens=[1000], segments=(1, 3), beta_scale=2.0, state="bf16")
     yield dict(lens=[1000, 70], segments=(3,))
     # Gates of the caller, and no initial state.
     extras = [dict(ready=True), dict(zeros=True), dict(ready=True, zeros=True)]
     yield from every(extras, io=IO, lens=[MIXED, [200] * 3])
     yield from every(extras, lens=[[1000, 130, 0, 64]], segments=(1, 3), state=["f32", "bf16"], slots=["identity", "moved"])
-    yield from every(extras, rows("k v", (64, 64), (72, 40), (128, 256)), lens=[[130, 5]], decay=["normal", "strong", "none"], beta_scale=2.0)
+    yield from every(extras, sizes, lens=[[130, 5]], decay=["normal", "strong", "none"], beta_scale=2.0)
     yield dict(lens=[130] * 9, hk=8, hv=16, ready=True, zeros=True, algos=1)
     yield dict(lens=[3, 65], segments=(2, 5, 100))      # fewer tokens than parts
     yield dict(lens=[i % 3 for i in range(3000)], hk=1, hv=1, k=8, v=8)

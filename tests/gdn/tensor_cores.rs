@@ -103,6 +103,13 @@ fn segments() {
                     Case { segments, ..case(algo, dims(2, 1, sizes), &[1000]) }.check(&device);
                 }
             }
+            // Segments so long that the device chooses their borders, by what the heads forget.
+            for decay in [Decay::None, Decay::Usual, Decay::Bursts] {
+                for l2norm in [true, false] {
+                    Case { segments: 3, decay, l2norm, ..case(algo, dims(1, 2, (128, 128)), &[4200, 70]) }
+                        .check(&device);
+                }
+            }
         }
     }
 }
