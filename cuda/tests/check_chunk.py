@@ -298,7 +298,8 @@ def times(args):
     heads = rows("hk hv", (16, 32), (4, 8), (16, 16), (16, 48), (16, 64))
     lens = [[64], [128], [512], [2048], [8192], [32768], [2048] * 4, [8192] * 4, [1024] * 8]
     return [("prefill, bf16, f32 state, K = V = 128", timed, every(heads, algo=algos_here(), lens=lens, stamps=args.stamps)),
-            ("segments", timed, every(heads[:2], algo=algos_here(), segments=[1, 2, 4, 8], lens=[[2048], [8192]], stamps=args.stamps))]
+            ("segments", timed, every(heads[:2], algo=algos_here(), segments=[1, 2, 4, 8], lens=[[2048], [8192]], stamps=args.stamps)),
+            ("what heads forget", timed, every(heads[:2], algo=algos_here(), decay=["strong", "normal", "none"], lens=[[8192], [32768]], stamps=args.stamps))]
 
 
 OPTIONS = [
