@@ -38,7 +38,7 @@ __device__ __forceinline__ int usual_warm_up(const gdn_rule_params &p, int n, in
 }
 
 // Chooses, by one block, the borders that take the least time in a model of the passes like that of segments.cu, and which heads forget
-// within a segment. The longer the first segment the shorter the others, of which a head that does not forget has each walked twice.
+// within a segment. A longer first segment makes the others shorter, and those of a head that does not forget are walked twice.
 __global__ void __launch_bounds__(kBorderThreads)
 borders_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant__ Plan plan, const __grid_constant__ BordersOf of) {
   __shared__ float times[kCandidates];
@@ -88,7 +88,8 @@ borders_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     firsts += __shfl_xor_sync(0xffffffffu, firsts, d), longest = fmaxf(longest, __shfl_xor_sync(0xffffffffu, longest, d));
   }
   if (sharer == 0) {
-    // Until the last of each kind of block ends, and until all are done, others in the gaps.
+    // The pass ends with a first segment, with the longest transfer, or with the last round of transfers on the places that first segments
+    // leave. Sequences that are not cut fill the gaps: then not before the work of all is done.
     const float places = static_cast<float>(of.places);
     const float rounds = ceilf(blocks / fmaxf(places - firsts, 1.f)) * (blocks > 0.f ? work / blocks : 0.f);
     const float other = static_cast<float>(longest_other) * of.costs.first_chunk + of.costs.first_begin;
@@ -98,7 +99,7 @@ borders_kernel(const __grid_constant__ gdn_rule_params p, const __grid_constant_
     times[candidate] = fmaxf(fmaxf(whole, longest), fmaxf(rounds, all)) + static_cast<float>(chunks) * of.costs.chunk;
   }
   __syncthreads();
-  // The first of the least: bits of positive numbers have their order.
+  // The first candidate with the least time: positive numbers have the order of their bits.
   const float near = times[lane], far = times[lane + 32];
   const unsigned least = __reduce_min_sync(0xffffffffu, __float_as_uint(fminf(near, far)));
   const unsigned nears = __ballot_sync(0xffffffffu, __float_as_uint(near) == least), fars = __ballot_sync(0xffffffffu, __float_as_uint(far) == least);

@@ -43,6 +43,7 @@ int launch_pass90(const gdn_rule_params &p, const Schedule &s, Plan plan, const 
   LaunchConfig c;
   if (const int status = scan_grid(blocks, &c)) return status;
   c.stream = stream;
+  // The first pass overlaps the choice of the borders, the last one the combination.
   c.overlap = s.segments > 1 && (PASS == kWhole || s.border_bytes > 0);
   if (p.common.head_k <= 64) return launch_scan90<T, ST, 64, 1, PASS>(p, plan, maps, c, optin);
   return rows == 128 ? launch_scan90<T, ST, 128, 2, PASS>(p, plan, maps, c, optin)
