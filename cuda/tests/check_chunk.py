@@ -77,9 +77,11 @@ def named():
     yield dict(lens=ragged + [1] * 200, hk=1, hv=2, segments=(0, 3))
     yield dict(lens=[300] * 40 + [3], segments=(0, 3), slots="moved")
     yield dict(lens=[1000], segments=(1, 2, 3, 5), decay="none")
-    # Long enough for borders that the device chooses: heads that forget within a segment, others that do not, some back to the begin.
+    # Long enough for borders that the device chooses: heads that forget within a segment, others that do not; and where
+    # samples deceive, a transfer that runs from the sequence's begin.
     yield from every(io=IO, lens=[[4200], [4500, 700, 64, 5000]], decay=["normal", "strong", "mixed", "uniform", "none"], hk=1, hv=4, segments=(3, 4, 5))
     yield from every(io=IO, lens=[[4200]], decay=["normal", "strong", "uniform"], l2norm=False, segments=(3, 4), state=["f32", "bf16"])
+    yield from every(io=IO, lens=[[4200]], decay="late", zeros=[True, False], state=["f32", "bf16"], hk=1, hv=4, segments=(3, 4))
     yield from every(sizes, lens=[[4200, 20]], decay=["normal", "uniform"], ready=True, zeros=[True, False], slots="moved", beta_scale=2.0, segments=(3,))
     yield dict(lens=[i % 90 for i in range(100)] + [9000, 4000], hk=1, hv=4, segments=(0, 7))
     yield dict(lens=[1000], segments=(1, 3), beta_scale=2.0, state="bf16")

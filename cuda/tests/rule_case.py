@@ -31,6 +31,8 @@ def gates(randn, rand, rows, hv, decay, beta=None):
     elif decay != "normal":
         a_log.fill_(0.0)
         dt_bias.fill_(0.0)
+        if decay == "late":    # nothing is forgotten before the last third
+            return b, torch.where(torch.arange(rows)[:, None] * 3 < rows * 2, -60.0, 3.0).expand(rows, hv), a_log, dt_bias
         share, strong, other = DECAYS[decay]
         a = torch.where(rand(rows, hv) < share, strong, 40 * rand(rows, hv) - 10 if other is None else other)
     return b, a, a_log, dt_bias
