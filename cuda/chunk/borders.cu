@@ -15,7 +15,7 @@ struct BordersOf {
 };
 
 constexpr int kBorderThreads = 1024;
-constexpr int kSamples = 2;          // tokens a lane: more take longer than they gain
+constexpr int kSamples = 2;          // tokens a lane: loading more takes longer than a better estimate gains
 constexpr int kCandidates = 2 * 32, kSharers = kBorderThreads / kCandidates;
 constexpr int32_t kNever = 1 << 24;
 
@@ -33,7 +33,7 @@ __device__ __forceinline__ int usual_warm_up(const gdn_rule_params &p, int n, in
   }
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, d);
-  const float chunks = 1.125f * kLeft * (32 * kSamples) / kChunk / sum;    // a sum of so few is off by that
+  const float chunks = 1.125f * kLeft * (32 * kSamples) / kChunk / sum;    // the sum of so few samples is often off by an eighth
   return chunks >= 0.f && chunks < kNever - 1 ? 1 + static_cast<int>(chunks) : kNever;
 }
 

@@ -1,8 +1,8 @@
 // How much heads forget, for context parallelism (context.cuh): where segments begin, and from where a transfer runs.
 //
 // A token multiplies a state by e^g (I - beta k k^T), which makes no row longer than by e^g max(1, |1 - beta k k|). A head forgets a state
-// within a stretch of tokens whose product of these is at most 2^-24, a rounding of f32. Where that is less than a segment, what the
-// segment makes of no state is the state after it, and its last chunks alone, the warm-up, decide it.
+// within a stretch of tokens whose product of these factors is at most 2^-24, a rounding of f32. Where that stretch is shorter than a
+// segment, what the segment makes of zeros is the state after the segment, and the segment's last chunks, the warm-up, decide it alone.
 #pragma once
 
 #include "matrices.cuh"
@@ -34,12 +34,13 @@ template <typename T> __device__ __forceinline__ float left_by_token(const gdn_r
   return decay + (size <= 1.f ? 0.f : log2f(size));
 }
 
-// The chunk from which a transfer of a forgetting head runs: no state from before it would be left at the end of its segment. Zero where
-// the sequence's own state may be left: then it begins with that. By all of the block's WARPS; `shared` has room for a float each.
+// The chunk from which a transfer of a forgetting head runs: of no state from before this chunk anything is left at the end of the segment.
+// Zero where the sequence's own state may be left: then the transfer begins with that state. By all of the block's WARPS; `shared` has room
+// for a float of each warp.
 template <typename T, int WARPS>
 __device__ __forceinline__ int begin_of_warm_up(const gdn_rule_params &p, const Plan &plan, const Stretch &s, float *shared) {
   const int thread = static_cast<int>(threadIdx.x);
-  int begin = s.end, usual = plan.warm_ups[s.slot * p.common.num_v_heads + s.head];    // usually enough; then one at a time
+  int begin = s.end, usual = plan.warm_ups[s.slot * p.common.num_v_heads + s.head];    // chunks that are usually enough; then one at a time
   for (float left = 0.f; begin > 0 && left > kLeft;) {    // a NaN ends it
     const int chunks = min(min(max(usual, 1), WARPS * 32 / kChunk), begin);
     usual -= chunks;

@@ -202,7 +202,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  bool forgetting;      // kTransfer: begins later, begin_of_warm_up() says where
+  bool forgetting;      // kTransfer of a head that forgets: begin_of_warm_up() says where it begins
   int split;            // the place that runs the head's first part; -1: the head is whole
 };
 
@@ -218,7 +218,7 @@ __device__ __forceinline__ int segments_of(const Borders &borders, int chunks) {
   return later_chunks <= 0 ? 1 : 1 + (later_chunks + borders.segment_chunks - 1) / borders.segment_chunks;
 }
 
-// Whether a head forgets so much that what a segment makes of no state is the state after it (borders.cuh).
+// Whether a head forgets so much that what a segment makes of zeros is the state after the segment (borders.cuh).
 __device__ __forceinline__ bool forgets(const gdn_rule_params &p, const Plan &plan, int slot, int head) {
   return plan.warm_ups && plan.warm_ups[slot * p.common.num_v_heads + head] > 0;
 }
@@ -323,7 +323,8 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.split = -1, s.forgetting = false;
   if (PASS == kTransfer) {
     s.forgetting = forgets(p, plan, s.slot, s.head);
-    if (s.end == chunks || (s.forgetting && s.identity)) s.end = s.begin;    // no later segment needs it
+    // Idle: after the last segment comes none that needs its transfer, and a forgetting head needs no M.
+    if (s.end == chunks || (s.forgetting && s.identity)) s.end = s.begin;
   }
   if (found < 0 || (whole && s.seq.count > plan.long_tokens)) s.segment = 1, s.begin = s.end = 0;    // idle
   if (PASS == kSeveral && part.split >= 0) {
@@ -350,7 +351,7 @@ __device__ __forceinline__ float *split_at(const gdn_rule_params &p, const Plan 
 template <typename ST, Pass PASS, int N>
 __device__ __forceinline__ void begin_state(float (&state)[N][4], const gdn_rule_params &p, const Plan &plan, const Stretch &s,
                                             int tile_rows, int row0, int lane) {
-  if (PASS == kTransfer && s.begin > 0) {    // else a head has forgotten nothing since the sequence's begin
+  if (PASS == kTransfer && s.begin > 0) {    // else the head has not forgotten the sequence's own state
 #pragma unroll
     for (int t = 0; t < N; ++t)
 #pragma unroll

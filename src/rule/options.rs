@@ -21,8 +21,8 @@ pub struct RuleOptions {
     pub algo: Algo,
     /// Context parallelism of [`Algo::ChunkedSm80`] and [`Algo::ChunkedSm90`] on CUDA, in both passes: how many segments a sequence is cut
     /// into that run side by side, which pays for few long sequences. 0 (default) chooses by the device and by all lengths, 1 is
-    /// none. Results of different numbers of segments differ by rounding, and what is not
-    /// finite may end with its segment. At most 64 in training, by any kernel, else 2^31 - 1. Of no effect elsewhere.
+    /// none. Results of different numbers of segments differ by rounding, and on CUDA a NaN
+    /// or an infinity of one segment may not reach the segments after it. At most 64 in training, by any kernel, else 2^31 - 1. Of no effect elsewhere.
     pub segments: usize,
     /// In the backward pass of [`gdn_rule_diff`](crate::ops::gdn_rule_diff) on CUDA: states of fewer chunks at a time, which costs time and less
     /// memory. Default false. Ignored elsewhere.
