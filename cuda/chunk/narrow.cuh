@@ -9,6 +9,9 @@
 namespace gdn {
 namespace chunk {
 
+// Whether V' of the first chunk does not wait for the attention; kSeveral has many first chunks, and no parity for them.
+template <Pass PASS> __device__ __forceinline__ constexpr bool attends_apart() { return PASS == kWhole || PASS == kFirst; }
+
 // One function: products are under way between its parts, the lambdas; ptxas must see that no other code touches their registers.
 template <typename T, typename ST, int KK, Pass PASS>
 __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan &plan, typename Shape90<KK, 1>::Shared &shared,
@@ -17,7 +20,8 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   using S = Shape90<KK, 1>;
   const uint32_t stages = ptx::shared_address(shared.stage), buffers = ptx::shared_address(shared.matrices);
   const uint32_t full = ptx::shared_address(shared.full), empty = ptx::shared_address(shared.empty);
-  const uint32_t ready = ptx::shared_address(shared.ready), free = ptx::shared_address(shared.free);
+  const uint32_t ready = ptx::shared_address(shared.ready), attended = ptx::shared_address(shared.attended);
+  const uint32_t free = ptx::shared_address(shared.free);
   const int chunks = s.end - s.begin;
   const int row0 = s.row0 + 16 * warp;
 
@@ -33,14 +37,14 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   float out[8][4], values[8][4];        // O^T and V' of the chunk
   uint32_t operand[KK / 16][4];         // the state before it
 
-  // S K^T.
-  const auto begin_chunk = [&](GDN_PROFILED(int chunk)) {
+  // S K^T of chunk i, which needs no matrices; but makers clear the keys of a chunk that is cut off.
+  const auto begin_chunk = [&](int i) {
     stage = stages + at.index * S::kStage;
     matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));
     factors = &shared.matrices[of.index].factors;
     ptx::barrier_wait(full + 8 * at.index, at.parity);
-    ptx::barrier_wait(ready + 8 * of.index, of.parity);
-    GDN_PROFILED(stamps.lap(profile::kWaitMatrices, chunk);)
+    if (s.cut_off && i + 1 == chunks) ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
     to_operand<T>(operand, state);
     multiply_rows<T>(values, operand, stage, false);
     GDN_PROFILED(stamps.lap(profile::kStateKeys);)
@@ -50,7 +54,9 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     if (PASS != kTransfer) multiply_rows<T>(out, operand, stage + S::kQ, false);
   };
   // From S K^T to V'.
-  const auto middle_of_chunk = [&] {
+  const auto middle_of_chunk = [&](bool first) {
+    ptx::barrier_wait(ready + 8 * of.index, of.parity);
+    GDN_PROFILED(stamps.lap(profile::kWaitMatrices);)
     if (PASS != kTransfer) wgmma::wait<1>();
     else wgmma::wait<0>();
     wgmma::hold(values);
@@ -63,6 +69,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     if (PASS != kTransfer) {
       wgmma::wait<1>();
       wgmma::hold(out);
+      if (attends_apart<PASS>() && first) ptx::barrier_wait(attended, 0);
       scale_columns(out, factors->out, lane);
     }
     scale(state, factors->decay);
@@ -100,9 +107,9 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
 
   if (chunks > 0) {
     uint32_t packed[4][4];    // O^T
-    begin_chunk(GDN_PROFILED(0));
+    begin_chunk(0);
     begin_out();
-    middle_of_chunk();
+    middle_of_chunk(true);
     // NOTES: an iteration begins and ends with no product under way, and not with a chunk: ptxas does not follow products from one
     // iteration to the next, and would wait for each of them.
     for (int i = 0; i < chunks - 1; ++i) {
@@ -111,7 +118,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       const int before_at = at.index, before_of = of.index;
       at.next();
       of.next();
-      begin_chunk(GDN_PROFILED(i + 1));
+      begin_chunk(i + 1);
       if (PASS != kTransfer) {
         wgmma::wait<1>();
         wgmma::hold(out);
@@ -120,7 +127,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       begin_out();
       leave_chunk(packed, before, before_at, before_of);
       GDN_PROFILED(stamps.lap(profile::kSendOut);)
-      middle_of_chunk();
+      middle_of_chunk(false);
     }
     end_chunk();
     wgmma::wait<0>();

@@ -202,6 +202,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
+  bool cut_off;         // the sequence ends within a chunk whose other rows are other tokens'; without them they are zero (maps.h)
   bool forgetting;      // kTransfer of a head that forgets: begin_of_warm_up() says where it begins
   int split;            // the place that runs the head's first part; -1: the head is whole
 };
@@ -316,6 +317,8 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.seq = tokens_of(p.common.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = 0, s.end = chunks;
+  const gdn_sequences &seqs = p.common.seqs;
+  s.cut_off = seqs.cu_seqlens && s.seq.count % kChunk > 0 && s.seq.first + s.seq.count < seqs.total_tokens;
   if (plan.segments > 1 && !whole) {
     const Borders borders = borders_of(plan);
     s.begin = begin_of_segment(borders, s.segment), s.end = min(chunks, begin_of_segment(borders, s.segment + 1));

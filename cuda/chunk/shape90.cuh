@@ -95,7 +95,8 @@ template <int KK, int NM> struct Shape90 {
     // Barriers. Of a stage: its tiles have arrived (full), its gates (gated), its norms of q (normed); its gates have been read
     // (used), its tiles too (empty). Of a tile of v: it has arrived (valued); v has been read and o is in its place (drained). Of a
     // warpgroup of arithmetic: its rows of the state are in shared memory (stated). Of a buffer: inverse and factors are there
-    // (ready), wide: the attention too (attended); all has been read (free).
+    // (ready); the attention is there (attended; narrow: of the first chunk alone, else it is there with the inverse); all has been
+    // read (free).
     uint64_t full[kStages], gated[kStages], normed[kStages], used[kStages], empty[kStages];
     uint64_t valued[kValues], drained[kValues], stated[NM];
     uint64_t ready[kBuffers], attended[kBuffers], free[kBuffers];

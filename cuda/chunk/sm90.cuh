@@ -67,7 +67,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     for (int i = 0; i < S::kBuffers; ++i) {
       ready.init(i, 128);
       free.init(i, 128 * NM);
-      if (S::kWide) attended.init(i, 128);
+      if (S::kWide || i == 0) attended.init(i, 128);
     }
     if (S::kWide)
       for (int i = 0; i < S::kValues; ++i) {
@@ -133,7 +133,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
   __device__ __forceinline__ void copy_keys(int i, uint32_t stage, uint32_t barrier) const {
     constexpr int kWidth = KK / 64, kBoxes = PASS != kTransfer ? 2 * kWidth : kWidth;
     ptx::barrier_expect(barrier, (kBoxes + (!S::kWide && values)) * kTileBytes);
-#pragma unroll 1
+#pragma unroll
     for (int h = 0; h < kBoxes; ++h)
       ptx::copy_box(stage + h * kTileBytes, h < kWidth ? &maps.k : &maps.q, h % kWidth * 64, key_head, map_token + i * kChunk, map_n, barrier);
   }
@@ -249,16 +249,18 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
 
   // ---- a maker: a warpgroup ----
 
-  // Rows after the end of the sequence belong to others: set them to zero, in tiles side by side.
+  // Sets the rows of tiles side by side from `count` on to zero.
   static __device__ __forceinline__ void clear_tail(uint8_t *tiles, uint32_t bytes, int count) {
 #pragma unroll 1
     for (uint32_t piece = threadIdx.x % 128; piece < bytes / 16; piece += 128)
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   }
 
-  // The tiles of a sequence's last chunk, of `count` tokens; `chunk` counts over all stretches.
+  // Clears the rows of k and v that are other sequences' in a sequence's last chunk, of `count` tokens; `chunk` counts over all
+  // stretches. What such rows of q make is in rows of o that are not stored.
   __device__ __forceinline__ void clear_tails(const Phase<S::kStages> &at, int chunk, int count, int maker) {
-    clear_tail(shared.stage[at.index].k, S::kStage, count);
+    clear_tail(shared.stage[at.index].k, S::kQ, count);
+    if constexpr (!S::kWide) clear_tail(shared.stage[at.index].v, kTileBytes, count);
     if (S::kWide && values) {
       // Makers do not follow v chunk by chunk, and a parity does not distinguish this use of the tile from the one before last:
       // they first wait for the end of the last use.
@@ -269,6 +271,11 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     }
     ptx::fence_async();
     ptx::group_barrier<128>(kMakerBarrier + maker);
+  }
+
+  // Whether a chunk's attention has a barrier of its own. In the narrow form a chunk that nothing was made ahead of: the first.
+  static __device__ __forceinline__ bool attention_apart(bool first) {
+    return S::kWide ? PASS != kTransfer : attends_apart<PASS>() && first;
   }
 
   __device__ __forceinline__ void make_matrices(const Phase<S::kStages> &at, const Phase<S::kBuffers> &of, int i, int before, int maker,
@@ -282,7 +289,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     full.wait(at);
     GDN_PROFILED(stamps.lap(profile::kWaitTiles, i);)
     const int count = tokens - i * kChunk;
-    if (count < kChunk) clear_tails(at, before + i, count, maker);
+    if (s.cut_off && count < kChunk) clear_tails(at, before + i, count, maker);
     float x[8][4];    // K K^T, then Q K^T
     multiply_by_itself<T, KK>(x, stage);
     GDN_PROFILED(stamps.lap(profile::kKeys);)
@@ -316,9 +323,12 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
                       {kMakerBarrier + maker, kPairBarrier + maker, kHalfBarrier + maker}, [&] { key_factors(gates, m.factors, warp, lane); });
     GDN_PROFILED(stamps.lap(profile::kInvert);)
     const int again = recompute_lane(lane, stage);    // or values that depend on it would be kept, and spilled, while L is inverted
-    if (S::kWide && PASS != kTransfer) {    // the inverse is needed first, and there are no registers for both at once
+    const bool apart = attention_apart(i == 0);
+    if (apart) {    // the inverse is needed first
       ptx::fence_async();
       ready.arrive(of.index);
+    }
+    if (S::kWide && PASS != kTransfer) {    // there are no registers for both at once
       multiply_tiles<T, KK>(x, stage + S::kQ, stage);
       const float4 d = shared.decays[maker][32 * warp + again];
       const float2 end = shared.more_decays[maker][32 * warp + again];
@@ -338,7 +348,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       decay_queries<T>(x, gates, decays, scales, l, warp, again);
     }
     ptx::fence_async();
-    (S::kWide && PASS != kTransfer ? attended : ready).arrive(of.index);
+    (apart ? attended : ready).arrive(of.index);
     used.arrive(at.index);
     GDN_PROFILED(stamps.lap(profile::kAttention);)
   }
