@@ -1,7 +1,6 @@
 // The common part of the scans for sm_80 and sm_90a: a warp's 16 value rows of the state, its elementwise work and its accesses to
 // global memory. In both a warp holds its rows as the accumulators of mma16816 and wgmma, side by side:
 // x[t] = columns 8 t + 2 (lane % 4), + 1 of row lane / 4, then of row lane / 4 + 8.
-//
 // With S [V, K], k and q raw, and the factors and matrices of a Record, a chunk is
 //   U  = V^T - (S K^T) diag(read)                      [V, token]
 //   V' = U inverse^T
@@ -202,7 +201,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  bool cut_off;         // the sequence ends within a chunk whose other rows are other tokens'; without them they are zero (maps.h)
+  bool cut_off;         // the sequence ends within a chunk whose last rows are other sequences'; past the tensor's end rows are zero (maps.h)
   bool forgetting;      // kTransfer of a head that forgets: begin_of_warm_up() says where it begins
   int split;            // the place that runs the head's first part; -1: the head is whole
 };
@@ -224,7 +223,7 @@ __device__ __forceinline__ bool forgets(const gdn_rule_params &p, const Plan &pl
   return plan.warm_ups && plan.warm_ups[slot * p.common.num_v_heads + head] > 0;
 }
 
-// The long sequence that has a slot (plan.mixed), by all lanes of a warp; -1: there are fewer.
+// The long sequence that has a slot (plan.mixed), by a warp; -1: there are fewer.
 __device__ __forceinline__ int sequence_of_slot(const gdn_sequences &s, const Plan &plan, int slot) {
 #pragma unroll 1
   for (int first = 0; first < s.num_seqs; first += 32) {
@@ -245,8 +244,7 @@ __device__ __forceinline__ float *first_at(const gdn_rule_params &p, const Plan 
   return plan.transfers + (static_cast<int64_t>(slot) * p.common.num_v_heads + head) * p.common.head_v * p.common.head_k;
 }
 
-// For a `segment` between the first and the last: its N, later the state after it, a matrix [head_v, head_k]; followed by its M,
-// [head_k, head_k].
+// For a `segment` between the first and the last: its N [head_v, head_k], later the state after it; then its M [head_k, head_k].
 __device__ __forceinline__ float *transfer_at(const gdn_rule_params &p, const Plan &plan, int slot, int segment, int head) {
   const int64_t item = (static_cast<int64_t>(slot) * (plan.segments - 2) + segment - 1) * p.common.num_v_heads + head;
   return first_at(p, plan, plan.slots, 0) + item * (p.common.head_v + p.common.head_k) * p.common.head_k;
@@ -317,8 +315,7 @@ __device__ __forceinline__ Stretch stretch_of(const gdn_rule_params &p, const Pl
   s.seq = tokens_of(p.common.seqs, s.n);
   const int chunks = (s.seq.count + kChunk - 1) / kChunk;
   s.begin = 0, s.end = chunks;
-  const gdn_sequences &seqs = p.common.seqs;
-  s.cut_off = seqs.cu_seqlens && s.seq.count % kChunk > 0 && s.seq.first + s.seq.count < seqs.total_tokens;
+  s.cut_off = p.common.seqs.cu_seqlens && s.seq.count % kChunk > 0 && s.seq.first + s.seq.count < p.common.seqs.total_tokens;
   if (plan.segments > 1 && !whole) {
     const Borders borders = borders_of(plan);
     s.begin = begin_of_segment(borders, s.segment), s.end = min(chunks, begin_of_segment(borders, s.segment + 1));
