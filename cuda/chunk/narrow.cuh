@@ -37,7 +37,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
   float out[8][4], values[8][4];        // O^T and V' of the chunk
   uint32_t operand[KK / 16][4];         // the state before it
 
-  // S K^T of chunk i, which needs no matrices; but makers clear the keys of a chunk that is cut off.
+  // S K^T of chunk i. It needs no matrices, but in a chunk that is cut off makers first clear keys.
   const auto begin_chunk = [&](int i) {
     stage = stages + at.index * S::kStage;
     matrices = buffers + of.index * static_cast<uint32_t>(sizeof(Matrices));

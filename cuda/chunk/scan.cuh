@@ -201,7 +201,7 @@ struct Stretch {
   int begin, end;       // chunks of the sequence
   int row0;             // first value row of the block; of the identity's rows, which kTransfer runs through too
   bool identity;        // those
-  bool cut_off;         // the sequence ends within a chunk whose last rows are other sequences'; past the tensor's end rows are zero (maps.h)
+  bool cut_off;         // the last chunk's last rows are other sequences'; past the tensor's end the copies bring zeros (maps.h)
   bool forgetting;      // kTransfer of a head that forgets: begin_of_warm_up() says where it begins
   int split;            // the place that runs the head's first part; -1: the head is whole
 };

@@ -256,8 +256,8 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
       if (static_cast<int>(piece / 8 % kChunk) >= count) reinterpret_cast<uint4 *>(tiles)[piece] = make_uint4(0, 0, 0, 0);
   }
 
-  // Clears the rows of k and v that are other sequences' in a sequence's last chunk, of `count` tokens; `chunk` counts over all
-  // stretches. What such rows of q make is in rows of o that are not stored.
+  // Clears the rows of k and v after a sequence's last `count` tokens, where they belong to other sequences. Such rows of q make only
+  // rows of o that are not stored. `chunk` counts over all stretches.
   __device__ __forceinline__ void clear_tails(const Phase<S::kStages> &at, int chunk, int count, int maker) {
     clear_tail(shared.stage[at.index].k, S::kQ, count);
     if constexpr (!S::kWide) clear_tail(shared.stage[at.index].v, kTileBytes, count);
@@ -273,7 +273,7 @@ template <typename T, typename ST, int KK, int NM, Pass PASS> struct Block90 {
     ptx::group_barrier<128>(kMakerBarrier + maker);
   }
 
-  // Whether a chunk's attention has a barrier of its own. In the narrow form a chunk that nothing was made ahead of: the first.
+  // Whether a chunk's attention has a barrier of its own. In the narrow form the first chunk alone: nothing was made ahead of it.
   static __device__ __forceinline__ bool attention_apart(bool first) {
     return S::kWide ? PASS != kTransfer : attends_apart<PASS>() && first;
   }
