@@ -104,7 +104,7 @@ typedef enum gdn_algo {
                            // or up to 16 tokens (also with cu_seqlens), K = V = 128 or K 96 and V 192. Rows of q and k aligned to 8
                            // elements, of v to 4, of the state to 16 bytes
   GDN_CHUNKED_SM80 = 4,    // chunk form on tensor cores (mma.sync): bf16 or f16, K up to 128 and both head sizes multiples
-                           // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to two elements
+                           // of 8; rows of q, k, v, o aligned to 16 bytes, of the state to 4 elements
   GDN_CHUNKED_SM90 = 5     // the same with the instructions of sm_90a (wgmma), which no other architecture has; no strides
                            // of zero over more than one element of q, k, v
 } gdn_algo;

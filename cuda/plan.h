@@ -68,7 +68,7 @@ inline bool chunked_sm80_supports(const gdn_rule_params &p) {
   const gdn_common &c = p.common;
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.o})
     if (!aligned_rows(*x, 8, c.io_dtype)) return false;
-  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v % 8 == 0 && aligned_state(c, 2);
+  return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v % 8 == 0 && aligned_state(c, 4);
 }
 
 // Whether a tensor map can describe it: no dimension of more than one element is repeated by a stride of zero. One without tokens
@@ -87,7 +87,7 @@ inline bool chunked_sm90_supports(const gdn_rule_params &p, const Device &d) {
 }
 
 // From so many tokens on the chunk form is faster than the recurrence.
-constexpr int32_t kChunked90Tokens = 12, kChunked80Tokens = 24;
+constexpr int32_t kChunked90Tokens = 10, kChunked80Tokens = 24;
 
 // The kernel for checked parameters: the requested one, or the best that supports them. GDN_AUTO: the requested one does not.
 // `null_states`: a state that is null counts. Only GDN_RECURRENT supports one; the chunk forms support no state_in, and ready gates.
@@ -121,7 +121,7 @@ inline bool chunked_backward_supports(const gdn_rule_backward_params &p) {
   for (const gdn_heads *x : {&p.q, &p.k, &p.v, &p.d_o, &p.d_q, &p.d_k, &p.d_v})
     if (!aligned_rows(*x, 8, c.io_dtype)) return false;
   return (c.io_dtype == GDN_BF16 || c.io_dtype == GDN_F16) && c.head_k <= 128 && c.head_k % 8 == 0 && c.head_v % 8 == 0 &&
-         aligned(c.state_in, 8) && aligned(p.d_state_out, 8) && aligned(p.d_state_in, 8);
+         aligned(c.state_in, 8) && aligned(p.d_state_out, 8) && aligned(p.d_state_in, 16);
 }
 
 // As rule_algo().

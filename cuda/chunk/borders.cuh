@@ -6,7 +6,7 @@
 #pragma once
 
 #include "matrices.cuh"
-#include "scan.cuh"
+#include "stretch.cuh"
 
 namespace gdn {
 namespace chunk {

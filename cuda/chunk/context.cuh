@@ -13,7 +13,7 @@
 
 #include <stddef.h>
 
-#include "scan.cuh"
+#include "stretch.cuh"
 
 namespace gdn {
 namespace chunk {

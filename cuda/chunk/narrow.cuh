@@ -5,6 +5,7 @@
 
 #include "products.cuh"
 #include "shape90.cuh"
+#include "stretch.cuh"
 
 namespace gdn {
 namespace chunk {
@@ -105,6 +106,13 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     ptx::barrier_arrive(empty + 8 * at);
   };
 
+  // The state after the stretch: while the last of O is computed.
+  const auto leave_state = [&] {
+    ptx::grid_dependency_wait();
+    end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
+    GDN_PROFILED(stamps.lap(profile::kStoreState);)
+  };
+
   if (chunks > 0) {
     uint32_t packed[4][4];    // O^T
     begin_chunk(0);
@@ -130,6 +138,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
       middle_of_chunk(false);
     }
     end_chunk();
+    leave_state();
     wgmma::wait<0>();
     if (PASS != kTransfer) {    // the last chunk may be cut off by the sequence's end
       wgmma::hold(out);
@@ -145,11 +154,10 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     GDN_PROFILED(stamps.lap(profile::kSendOut);)
     at.next();
     of.next();
+  } else {
+    leave_state();
   }
   if (PASS == kSeveral) phases.chunk = {at, of};
-  ptx::grid_dependency_wait();
-  end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);
-  GDN_PROFILED(stamps.lap(profile::kStoreState);)
 }
 
 }  // namespace chunk

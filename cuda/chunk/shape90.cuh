@@ -3,7 +3,6 @@
 
 #include "maps.h"
 #include "matrices.cuh"
-#include "scan.cuh"
 
 namespace gdn {
 namespace chunk {

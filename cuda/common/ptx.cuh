@@ -282,6 +282,9 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void *from, uint32_
                : "memory");
 }
 
+// Brings a tensor map to where copies read it.
+__device__ __forceinline__ void prefetch_map(const void *map) { GDN_SM90("prefetch.tensormap [%0];" ::"l"(map) : "memory"); }
+
 // A box of a tensor map, as large as the map says. Completes on `barrier`, for the whole box whatever lies outside.
 __device__ __forceinline__ void copy_box(uint32_t to, const void *map, int c0, int c1, int c2, int c3, uint32_t barrier) {
   GDN_SM90("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::

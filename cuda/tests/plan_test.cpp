@@ -66,12 +66,12 @@ void rules() {
   } rows[] = {
       {16, 32, 128, 128, 1, 1, GDN_BF16, &kH200, GDN_DECODE},           {16, 32, 128, 128, 64, 1, GDN_F32, &kA100, GDN_DECODE},
       {16, 32, 128, 128, 4, 8, GDN_BF16, &kH200, GDN_RECURRENT_128},    {16, 32, 128, 128, 5, 8, GDN_BF16, &kH200, GDN_DECODE},
-      {16, 32, 128, 128, 5, 9, GDN_BF16, &kH200, GDN_RECURRENT_128},    {16, 32, 128, 128, 1, 11, GDN_BF16, &kH200, GDN_RECURRENT_128},
-      {16, 32, 128, 128, 1, 12, GDN_BF16, &kH200, GDN_CHUNKED_SM90},    {16, 32, 128, 128, 1, 23, GDN_BF16, &kB200, GDN_RECURRENT_128},
+      {16, 32, 128, 128, 5, 9, GDN_BF16, &kH200, GDN_RECURRENT_128},    {16, 32, 128, 128, 1, 9, GDN_BF16, &kH200, GDN_RECURRENT_128},
+      {16, 32, 128, 128, 1, 10, GDN_BF16, &kH200, GDN_CHUNKED_SM90},    {16, 32, 128, 128, 1, 23, GDN_BF16, &kB200, GDN_RECURRENT_128},
       {16, 32, 128, 128, 1, 24, GDN_BF16, &kB200, GDN_CHUNKED_SM80},    {16, 32, 128, 128, 1, 4096, GDN_F32, &kH200, GDN_RECURRENT_128},
       {16, 32, 64, 64, 1, 1, GDN_BF16, &kH200, GDN_DECODE},             {16, 32, 64, 64, 9, 2, GDN_BF16, &kH200, GDN_RECURRENT},
-      {30, 30, 96, 192, 1, 1, GDN_BF16, &kA100, GDN_DECODE},            {30, 30, 96, 192, 3, 11, GDN_BF16, &kH200, GDN_DECODE},
-      {30, 30, 96, 192, 2, 8, GDN_BF16, &kH200, GDN_RECURRENT},         {30, 30, 96, 192, 5, 12, GDN_BF16, &kH200, GDN_CHUNKED_SM90},
+      {30, 30, 96, 192, 1, 1, GDN_BF16, &kA100, GDN_DECODE},            {30, 30, 96, 192, 3, 9, GDN_BF16, &kH200, GDN_DECODE},
+      {30, 30, 96, 192, 2, 8, GDN_BF16, &kH200, GDN_RECURRENT},         {30, 30, 96, 192, 5, 10, GDN_BF16, &kH200, GDN_CHUNKED_SM90},
       {30, 30, 96, 192, 5, 16, GDN_F32, &kH200, GDN_DECODE},            {30, 30, 96, 192, 5, 17, GDN_F32, &kH200, GDN_RECURRENT},
       {4, 4, 192, 96, 1, 1, GDN_F32, &kH200, GDN_DECODE},               {4, 4, 256, 256, 1, 1, GDN_F16, &kA100, GDN_DECODE},
       {4, 4, 128, 48, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},           {4, 4, 160, 128, 1, 1, GDN_BF16, &kH200, GDN_RECURRENT},
@@ -107,7 +107,7 @@ void rules() {
     expect(what, 1, plan::rule_algo(p, true, kA100), GDN_CHUNKED_SM80);
     p.algo = GDN_RECURRENT_128;
     expect(what, 2, plan::rule_algo(p, true, kH200), GDN_AUTO);
-    p = rule(16, 32, 128, 128, 1, 11);
+    p = rule(16, 32, 128, 128, 1, 9);
     change(p);
     expect(what, 3, plan::rule_algo(p, true, kH200), GDN_RECURRENT);
   };
@@ -120,6 +120,8 @@ void rules() {
   expect("a workspace before the states", 0, plan::rule_algo(p, false, kH200), GDN_CHUNKED_SM90);
   p = rule(16, 32, 128, 128, 1, 4096), p.v.token_stride += 4;
   expect("rows of v aligned to 8 bytes", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT_128);
+  p = rule(16, 32, 128, 128, 2, 4096), p.common.out_slots.slot_stride += 2;
+  expect("states aligned to 2 elements", 0, plan::rule_algo(p, true, kH200), GDN_RECURRENT);
   p = rule(16, 32, 128, 128, 1, 4096), p.k.token_stride = 0;
   expect("a repeated k has no tensor map", 0, plan::rule_algo(p, true, kH200), GDN_CHUNKED_SM80);
   p = rule(16, 32, 128, 128, 2, 1), p.q.seq_stride = 1LL << 32;
@@ -178,6 +180,8 @@ void backward_rules() {
   gdn_rule_backward_params p = rule_backward(16, 32, 128, 300);
   p.d_o.token_stride = 0;
   expect("a repeated d_o has no tensor map", 0, plan::rule_backward_algo(p, kH200), GDN_CHUNKED_SM80);
+  p = rule_backward(16, 32, 128, 300), p.d_state_in = reinterpret_cast<float *>(memory + 8);
+  expect("d_state_in aligned to 8 bytes", 0, plan::rule_backward_algo(p, kH200), GDN_RECURRENT);
   p = rule_backward(16, 32, 128, 300), p.d_v.token_stride += 4;
   expect("rows of d_v aligned to 8 bytes", 0, plan::rule_backward_algo(p, kH200), GDN_RECURRENT);
 }

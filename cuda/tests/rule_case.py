@@ -60,7 +60,7 @@ class RuleCase:
     by_sequence = False
 
     def __init__(self, lens, hk=2, hv=4, k=128, v=128, io="bf16", gate=None, state="f32", varlen=None, slots="identity",
-                 slot_gap=2, padding_by_either=False, keys="random", decay="normal", beta=None, beta_scale=1.0, l2norm=True,
+                 slot_gap=4, padding_by_either=False, keys="random", decay="normal", beta=None, beta_scale=1.0, l2norm=True,
                  qk_size=1.0, v_size=1.0, x_frame=(0, 0), o_frame=(0, 0), gates_gap=0, margin=0, between=0, slack=0, extra=0,
                  apart=False, by_head=False, ready=False, zeros=False, scale=None, l2_eps=1e-6, seed=0):
         self.randn, self.rand = normal(seed), uniform(seed + 1)
