@@ -214,7 +214,7 @@ typedef struct gdn_rule_backward_params {
   const float *d_state_out;    // [sequence, num_v_heads, head_v, head_k], contiguous: of the final state; null for zeros
   gdn_heads d_q, d_k, d_v; // written, io_dtype
   gdn_heads d_log_decay, d_beta;    // written, f32: [.., num_v_heads]
-  float *d_state_in;       // written, as d_state_out; null: not written
+  float *d_state_in;       // written, as d_state_out; null: not written. Not aligned to 16 bytes: GDN_RECURRENT
   void *workspace;
   int64_t workspace_bytes;
   int32_t segments;        // context parallelism of the chunk forms: 0 chooses, 1 is none, n cuts every sequence into n segments, at

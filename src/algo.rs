@@ -27,7 +27,7 @@ pub enum Algo {
     /// those of v at four, and the state at 16 bytes; for one token a and b are in f32 or in q's dtype.
     Decode,
     /// Chunk by chunk (64 tokens) on tensor cores, f32 sums: q, k and v in bf16 or f16, K up to 128, both head sizes
-    /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes and the state at two elements, which `Auto` checks and this refuses;
+    /// multiples of 8. On CUDA the rows of q, k and v must begin at 16 bytes and the state at four elements, which `Auto` checks and this refuses;
     /// `Auto` uses it where it is the fastest. o and the state are within 5e-3 (relative RMS) of exact arithmetic; where a few keys
     /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
     /// and [`Algo::Recurrent`] is the one to choose. In f16 what is made of the state, of v and of keys ends at 65,504.

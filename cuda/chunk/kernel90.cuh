@@ -12,7 +12,7 @@ __device__ __forceinline__ void run_block(const gdn_rule_params &p, const Plan &
   using Block = Block90<T, ST, KK, NM, PASS>;
   using S = typename Block::S;
   extern __shared__ __align__(1024) uint8_t raw_shared[];
-  if (threadIdx.x == 32)    // while all find their stretch
+  if (threadIdx.x == 32)    // the first copies then need not wait for their maps
     for (const CUtensorMap *map : {&maps.k, &maps.q, &maps.v}) ptx::prefetch_map(map);
   Block block(p, plan, maps, *reinterpret_cast<typename S::Shared *>(raw_shared));
   if (threadIdx.x == 0) block.init_barriers();

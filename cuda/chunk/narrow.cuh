@@ -106,7 +106,7 @@ __device__ __forceinline__ void narrow_scan(const gdn_rule_params &p, const Plan
     ptx::barrier_arrive(empty + 8 * at);
   };
 
-  // The state after the stretch: while the last of O is computed.
+  // Stores the state after the stretch. The last product of O may still be under way.
   const auto leave_state = [&] {
     ptx::grid_dependency_wait();
     end_state<ST, PASS>(state, p, plan, s, 64, row0, lane);

@@ -167,7 +167,7 @@ __device__ __forceinline__ void load_state(float (&s)[N][4], const ST *state, in
   }
 }
 
-// Two lanes exchange halves of two tiles, so that each stores four columns at once.
+// Two lanes exchange halves of two tiles, so that each stores four columns at once: half as many stores.
 template <typename ST, int N>
 __device__ __forceinline__ void store_state(const float (&s)[N][4], ST *state, int first_row, int head_v, int head_k, int lane) {
   const bool odd = lane % 2;    // has the columns of the second tile
