@@ -8,7 +8,8 @@
 namespace gdn {
 
 // Four dimensions, the first with elements side by side; strides of the others in elements, where a dimension of one may have
-// any. Boxes have the 128-byte swizzle, and zeros outside of the tensor.
+// any. Boxes have zeros outside of the tensor; rows of 64 elements have the 128-byte swizzle, narrower
+// ones none.
 struct TensorShape {
   int64_t sizes[4], strides[3];
   int32_t box[4];

@@ -33,26 +33,31 @@ int run_tiles(const gdn_moe_params &p, const Args &args, const LaunchConfig &con
                       : run_tiles<T, W, 128>(p, args, config, optin);
 }
 
-template <typename T, bool GATED> int run_wide(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
+template <typename T, typename W, bool GATED> int run_wide(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
   int sms = 0;
   if (const int status = sm_count(&sms)) return status;
   WideMaps maps = {};
   const auto make = [&](CUtensorMap *map, const void *weights, int64_t experts, int64_t inner) {
     const int64_t rows = experts * (GATED ? 2 * inner : p.hidden), inputs = GATED ? p.hidden : inner;
-    return make_tensor_map(map, p.io_dtype, weights, {{inputs, rows, 1, 1}, {inputs, 0, 0}, {kWideInputs, kWideHalf, 1, 1}});
+    // Two numbers in e4m3 are one element.
+    constexpr int kEach = 2 / sizeof(W);
+    return make_tensor_map(map, p.io_dtype, weights, {{inputs / kEach, rows, 1, 1}, {inputs / kEach, 0, 0}, {kWideInputs / kEach, WideShared<W>::kHalf, 1, 1}});
   };
   if (const int status = make(&maps.routed, GATED ? p.gate_up : p.down, p.num_experts, p.inner)) return status;
   if (p.shared_inner > 0)
     if (const int status = make(&maps.shared, GATED ? p.shared_gate_up : p.shared_down, 1, p.shared_inner)) return status;
+  const int64_t rows = static_cast<int64_t>(p.tokens) * (p.top_k + (p.shared_inner > 0));
+  const TensorShape h = {{args.h_stride, rows, 1, 1}, {args.h_stride, 0, 0}, {kWideInputs, kWideXRows, 1, 1}};
+  if (const int status = make_tensor_map(&maps.h, p.io_dtype, args.h, h)) return status;
   config.grid = dim3(static_cast<unsigned>(sms));
   config.block = dim3(kWideThreads);
-  config.shared_bytes = sizeof(WideShared);
-  return launch_allowed<wide_kernel<T, GATED>>(config, optin, args, maps);
+  config.shared_bytes = sizeof(WideShared<W>);
+  return launch_allowed<wide_kernel<T, W, GATED>>(config, optin, args, maps);
 }
 
-template <typename T> int run_wide(const gdn_moe_params &p, const Args &args, const LaunchConfig &config, int optin) {
-  if (const int status = run_wide<T, true>(p, args, config, optin)) return status;
-  return run_wide<T, false>(p, args, config, optin);
+template <typename T, typename W> int run_wide(const gdn_moe_params &p, const Args &args, const LaunchConfig &config, int optin) {
+  if (const int status = run_wide<T, W, true>(p, args, config, optin)) return status;
+  return run_wide<T, W, false>(p, args, config, optin);
 }
 
 }  // namespace
@@ -73,8 +78,8 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   int rows = tile_rows(static_cast<int64_t>(p.tokens) * p.top_k, p.num_experts);
   bool wide = false;    // for experts with few rows many_kernel is as fast
   if (const int status = has_sm90a_code(&wide)) return status;
-  wide = wide && !scaled && rows > 32;
-  if (wide) rows = kWideRows;
+  wide = wide && rows > 32;
+  if (wide) rows = scaled ? WideShared<E4m3>::kRows : WideShared<T>::kRows;
   // Five stages of 32 rows have no room in 99 KB; the tiles of the others have.
   static_assert(tile_bytes_of(64) <= kLeastShared && tile_bytes_of(128) <= kLeastShared, "a shape for every card");
   if (rows == 32 && tile_bytes_of(32) > optin) rows = 64;
@@ -84,9 +89,11 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   config.block = dim3(kSortThreads);
   if (const int status = launch(place_kernel, config, args, each, columns, rows)) return status;
 
-  const int status = wide     ? run_wide<T>(p, args, config, optin)
-                     : scaled ? run_tiles<T, E4m3>(p, args, config, rows, optin)
-                              : run_tiles<T, T>(p, args, config, rows, optin);
+  const auto run_products = [&](auto weight) {
+    using W = decltype(weight);
+    return wide ? run_wide<T, W>(p, args, config, optin) : run_tiles<T, W>(p, args, config, rows, optin);
+  };
+  const int status = scaled ? run_products(E4m3{}) : run_products(T{});
   if (status) return status;
   config.grid = dim3(static_cast<unsigned>(p.tokens));
   config.block = dim3(kSumThreads);

@@ -84,6 +84,9 @@ def models():
 def e4m3():
     yield from drawn(algos_of(every([*SIZES, dict(experts=8, k=2, hidden=2112, inner=64, shared=64)],
                                            tokens=[*range(1, 18), 31, 32, 33, 64, 100, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1))
+    # Tiles of 64, 128, 192 and 256 rows, whole and not, of experts with few and with many rows.
+    yield from drawn(every([*SIZES, dict(experts=9, k=2, hidden=2112, inner=64, shared=64)], tokens=[190, 300, 700, 830, 1100, 1400], io=IO),
+                     gaps=GAPS, e4m3=(128, 64, 16, 1), broken=((), (3,), ()))
 
 
 def packed():
@@ -101,7 +104,7 @@ def packed():
 def quick():
     yield from every(io=IO, algo=[MOE_FEW, MOE_MANY], tokens=[1, 3, 11])
     yield from every(io=IO, tokens=[70, 200])
-    yield from every(rows("tokens algo", (1, MOE_FEW), (50, MOE_FEW), (3, MOE_MANY)), io=IO, e4m3=32)
+    yield from every(rows("tokens algo", (1, MOE_FEW), (50, MOE_FEW), (3, MOE_MANY), (200, MOE_MANY), (1100, MOE_MANY)), io=IO, e4m3=32)
     yield from every(rows("tokens packed", (1, PACKED[3]), (3, ("q8_0", "q8_0", "q4_K", "q6_K")), (11, ("q6_K", "q4_K", "q6_K", "q4_K"))),
                      io=IO, inner=256, shared=256)
 
@@ -157,7 +160,7 @@ def times(args):
     sizes = every(rows("experts k", (256, 8), (512, 10)), hidden=2048, inner=512, shared=512, router="bf16")
     return [("few tokens, bf16", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64], algo=[MOE_FEW, MOE_MANY])),
             ("many tokens, bf16", moe, every(sizes, tokens=[128, 512, 2048, 8192])),
-            ("experts in e4m3", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64], e4m3=128)),
+            ("experts in e4m3", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192], e4m3=128)),
             ("packed experts", moe, [case for types in PACKED[:4] for case in every(sizes, tokens=[1, 2, 4, 8, 16], packed=types)])]
 
 
