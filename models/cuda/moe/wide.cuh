@@ -12,7 +12,8 @@
 namespace gdn {
 namespace moe {
 
-constexpr int kWideCopyRegisters = 88, kWideMathRegisters = 208;    // a block has 504 for its three warpgroups
+constexpr int kWideCopyRegisters = 88, kWideMathRegisters = 208;
+static_assert(kWideCopyRegisters + 2 * kWideMathRegisters <= 3 * 168, "more than a block is launched with, for which it would wait for ever");
 
 // The weights of all experts and of the shared one, [rows, inputs], and h.
 struct WideMaps {
