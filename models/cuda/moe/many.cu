@@ -47,7 +47,7 @@ template <typename T, typename W, bool GATED> int run_wide(const gdn_moe_params 
   if (p.shared_inner > 0)
     if (const int status = make(&maps.shared, GATED ? p.shared_gate_up : p.shared_down, 1, p.shared_inner)) return status;
   const int64_t rows = static_cast<int64_t>(p.tokens) * (p.top_k + (p.shared_inner > 0));
-  const TensorShape h = {{args.h_stride, rows, 1, 1}, {args.h_stride, 0, 0}, {kWideInputs, kWideXRows, 1, 1}};
+  const TensorShape h = {{args.h_stride, rows, 1, 1}, {args.h_stride, 0, 0}, {kWideInputs, kWideHRows, 1, 1}};
   if (const int status = make_tensor_map(&maps.h, p.io_dtype, args.h, h)) return status;
   config.grid = dim3(static_cast<unsigned>(sms));
   config.block = dim3(kWideThreads);

@@ -95,18 +95,18 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         const int first_weight = (shared_expert ? 0 : item.expert * (GATED ? 2 * a.inner : a.hidden)) + item.part * (GATED ? 1 : 2) * Shared::kHalf;
         const int second_weight = first_weight + (GATED ? inner_of(a, item) : Shared::kHalf);
         if (tid == 0) shared.taken = static_cast<int>(gridDim.x) + atomicAdd(a.tile_count + (GATED ? 2 : 3), 1);
-        const int turns = turns_of<GATED>(a, item), boxes = GATED ? 0 : (item.rows + kWideXRows - 1) / kWideXRows;
+        const int turns = turns_of<GATED>(a, item), boxes = GATED ? 0 : (item.rows + kWideHRows - 1) / kWideHRows;
         WideItem next;
         for (int turn = 0; turn < turns; ++turn) {
           ptx::barrier_wait(shared.free_at(to.index), to.parity ^ 1);
           if (tid == 0) {
             if (turn == 0) shared.item[to.index] = item;
             const uint32_t w = shared.w_at(to.index), full = shared.full_at(to.index);
-            ptx::barrier_expect(full, 2 * Shared::kBox + boxes * kWideXBox);
+            ptx::barrier_expect(full, 2 * Shared::kBox + boxes * kWideHBox);
             ptx::copy_box(w, map, turn * kElements, first_weight, 0, 0, full);
             ptx::copy_box(w + Shared::kBox, map, turn * kElements, second_weight, 0, 0, full);
             for (int box = 0; box < boxes; ++box)
-              ptx::copy_box(shared.x_at(to.index) + box * kWideXBox, &maps.h, turn * kWideInputs, item.first + box * kWideXRows, 0, 0, full);
+              ptx::copy_box(shared.x_at(to.index) + box * kWideHBox, &maps.h, turn * kWideInputs, item.first + box * kWideHRows, 0, 0, full);
           }
           if constexpr (GATED) {
 #pragma unroll

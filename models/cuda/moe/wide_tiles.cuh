@@ -14,8 +14,8 @@ namespace moe {
 
 constexpr int kWideCopyThreads = 128, kWideThreads = kWideCopyThreads + 256;
 constexpr int kWideInputs = 64;                      // at a time: 128 bytes of a row of x
-constexpr int kWideXRows = 64;                       // rows of h that one box has
-constexpr int kWideXBox = kWideXRows * 128;          // bytes
+constexpr int kWideHRows = 64;                       // rows of h that one box has
+constexpr int kWideHBox = kWideHRows * 128;          // bytes
 
 // Rows of an expert times a part of its weights. No rows: nothing is left.
 struct alignas(16) WideItem {
