@@ -41,7 +41,7 @@ int make_tensor_map(CUtensorMap *map, int32_t dtype, const void *x, const Tensor
   for (int i = 0; i < 3; ++i) bytes[i] = static_cast<cuuint64_t>(dims[i + 1] == 1 || shape.strides[i] == 0 ? 16 : 2 * shape.strides[i]);
   const CUresult made = encode(map, dtype == GDN_F16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4,
                                const_cast<void *>(x), dims, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                               shape.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                               shape.box[0] == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                                CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return made == CUDA_SUCCESS ? GDN_OK : GDN_CUDA_ERROR + static_cast<int>(made);    // numbered as the runtime's errors are
 }

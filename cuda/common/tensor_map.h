@@ -8,8 +8,8 @@
 namespace gdn {
 
 // Four dimensions, the first with elements side by side; strides of the others in elements, where a dimension of one may have
-// any. Boxes have zeros outside of the tensor; rows of 64 elements have the 128-byte swizzle, narrower
-// ones none.
+// any. Boxes have zeros outside of the tensor; rows of 64 elements have the 128-byte swizzle,
+// rows of 32 the 64-byte one.
 struct TensorShape {
   int64_t sizes[4], strides[3];
   int32_t box[4];

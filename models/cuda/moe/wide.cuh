@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kWideThreads, 1)
         const void *map = shared_expert ? &maps.shared : &maps.routed;
         const int first_weight = (shared_expert ? 0 : item.expert * (GATED ? 2 * a.inner : a.hidden)) + item.part * (GATED ? 1 : 2) * Shared::kHalf;
         const int second_weight = first_weight + (GATED ? inner_of(a, item) : Shared::kHalf);
-        if (tid == 0) shared.taken = static_cast<int>(gridDim.x) + atomicAdd(a.tile_count + (GATED ? 2 : 3), 1);
+        int taken = 0;
+        if (tid == 0) taken = static_cast<int>(gridDim.x) + atomicAdd(a.tile_count + (GATED ? 2 : 3), 1);
         const int turns = turns_of<GATED>(a, item), boxes = GATED ? 0 : (item.rows + kWideHRows - 1) / kWideHRows;
         WideItem next;
         for (int turn = 0; turn < turns; ++turn) {
@@ -124,12 +125,13 @@ __global__ void __launch_bounds__(kWideThreads, 1)
           }
           to.next();
           // The next item, and then its rows, are looked up while this one is copied.
-          if (turn == min(1, turns - 1)) {
+          if (turn == min(2, turns - 1)) {
+            if (tid == 0) shared.taken = taken;
             ptx::group_barrier<kWideCopyThreads>(1);
             next = item_of(shared.taken);
             ptx::group_barrier<kWideCopyThreads>(1);
           }
-          if (GATED && turn == min(3, turns - 1) && next.rows > 0) find_rows(next);
+          if (GATED && turn == min(5, turns - 1) && next.rows > 0) find_rows(next);
         }
         item = next;
       }

@@ -58,6 +58,13 @@ template <typename T> __device__ __forceinline__ void e4m3_scaled(uint32_t four,
   }
 }
 
+// The same of two.
+template <typename T> __device__ __forceinline__ uint32_t e4m3_scaled_pair(uint16_t two, float scale) {
+  uint32_t pairs[2];
+  e4m3_scaled<T>(two, scale, pairs);
+  return pairs[0];
+}
+
 // The scale of (row, column) of a matrix: rows in blocks of 1 << shift.
 struct ScaleArgs {
   const float *ptr;
