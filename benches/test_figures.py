@@ -22,6 +22,12 @@ class Figures(unittest.TestCase):
             floors = [line for line in figures.models(df).splitlines() if line.startswith("| floor")]
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
+    def test_our_rows_are_of_one_commit(self):
+        for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
+            heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
+            ours = df[(df.contender == figures.frame.CRATE) & ~df.suite.str.startswith("harness-")]
+            self.assertEqual(len({heads[n]["commit"] for n in ours.file}), 1, machine)
+
 
 if __name__ == "__main__":
     unittest.main()
