@@ -2,6 +2,7 @@
 
 use crate::check::{self, f64s};
 use crate::clock::Call;
+use crate::rule::not_taken;
 use crate::Bench;
 use anyhow::Result;
 use candle_core::{DType, Device, Tensor};
@@ -91,7 +92,7 @@ pub fn layer(bench: &mut Bench) -> Result<()> {
         let row = if algo == Algo::Auto { row } else { row.variant(algo.name()) };
         let y = match sets[0].layer.forward(&sets[0].x, &mut sets[0].state.borrow_mut()) {
             Err(e) if bench.all_algos => {
-                bench.push(row.note(&format!("not taken: {e}")))?;
+                bench.push(row.note(&not_taken(&e)))?;
                 continue;
             }
             y => y?,

@@ -43,6 +43,11 @@ impl Op {
     }
 }
 
+/// What an error says, without the backtrace that candle may print behind it.
+pub fn not_taken(e: &candle_core::Error) -> String {
+    format!("not taken: {}", e.to_string().lines().next().unwrap_or_default())
+}
+
 /// Checks and times one shape with every algorithm asked for.
 pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
     let (bytes, flop) = (work.bytes(bench.dtype.size_in_bytes()), work.flop());
@@ -73,7 +78,7 @@ pub fn run(bench: &mut Bench, work: &Work) -> Result<()> {
             Ok(o) => o,
             Err(e) if bench.all_algos => {
                 // A variant that does not take the shape is a gap among all of them, an error where it was asked for.
-                bench.push(row.note(&format!("not taken: {e}")))?;
+                bench.push(row.note(&not_taken(&e)))?;
                 continue;
             }
             Err(e) => return Err(anyhow::Error::new(e).context(work.name.clone())),
