@@ -52,7 +52,7 @@ __device__ __forceinline__ void multiply_item(const Args &a, const WideShared<E4
   const int lane = threadIdx.x % 32, g = lane >> 2, t = lane & 3, warp = warpgroup * 4 + threadIdx.x % 128 / 32;
   const bool shared_expert = item.expert == a.experts;
   const int turns = turns_of<GATED>(a, item), outputs = GATED ? inner_of(a, item) : a.hidden;
-  constexpr int kProducts = kWideInputs / 16, kUnderWay = 2;    // of a stage; at once
+  constexpr int kProducts = kWideInputs / 16, kUnderWay = 2;    // products of a stage, and products at the same time
   // In the tile: the row of weights of the first half of the operand's rows; the second half's lies so much further.
   const int row = GATED ? warp * 8 + g : warp * 16 + 2 * g;
   constexpr int kNext = GATED ? kHalf : 1;
@@ -73,8 +73,8 @@ __device__ __forceinline__ void multiply_item(const Args &a, const WideShared<E4
   ScaledSums acc = {};
   uint32_t operand[kUnderWay][4];
   int before = 0;
-  // By so many rows of x, in tiles of 8. Sums and stores are the same code for all of them: with code of its own each
-  // would reserve registers, and the rest would not do.
+  // Multiplies by up to 8 `tiles` rows of x. All sizes share the sums and the code that stores them: with sums of its own each size
+  // would reserve registers, and too few would be left.
   const auto multiply = [&](auto tiles) {
     constexpr int kTiles = decltype(tiles)::value;
     for (int turn = 0; turn < turns; ++turn, at.next()) {
