@@ -18,14 +18,14 @@
 extern "C" {
 #endif
 
-#define GDN_MOE_FEW_TOKENS 64  // that GDN_MOE_FEW takes at most
+#define GDN_MOE_FEW_TOKENS 128    // that GDN_MOE_FEW takes at most, where a block may have 227 KB of shared memory; in 99 KB at least 64
 #define GDN_MOE_EXPERTS 1024   // at most
 #define GDN_MOE_TOP_K 16       // at most
 #define GDN_MOE_PACKED_TOKENS 16      // that packed experts take at most,
 #define GDN_MOE_PACKED_INPUTS 65536   // and of x as many numbers in all
 
 typedef enum gdn_moe_algo {
-  GDN_MOE_AUTO = 0,      // few up to 48 tokens, with weights in e4m3 up to 64; more: many
+  GDN_MOE_AUTO = 0,      // few up to 48 tokens, with weights in e4m3 as many as it takes; more: many
   GDN_MOE_FEW = 1,       // few tokens: the weights of the chosen experts stream once through registers
   GDN_MOE_MANY = 2       // many: rows sorted by expert, then products of tiles
 } gdn_moe_algo;
@@ -41,8 +41,8 @@ typedef struct gdn_moe_params {
   const void *shared_gate_up;  // [2 shared_inner, hidden], io_dtype
   const void *shared_down;     // [hidden, shared_inner], io_dtype
   gdn_scales gate_up_scales, down_scales, shared_gate_up_scales, shared_down_scales;    // none, or of all the four above,
-                               // which are then in e4m3; rows are counted over all experts. GDN_MOE_MANY rounds each number
-                               // to io_dtype, GDN_MOE_FEW takes it as it is
+                               // which are then in e4m3; rows are counted over all experts. Numbers are taken as they are;
+                               // GDN_MOE_MANY rounds each to io_dtype where experts have more than 20 rows on average, or shared memory has no room
   int32_t quantized;           // not 0: all the four are packed as gdn_quantized_pack() does, aligned to 128, each of its own type; the gates and
                                // ups `paired`. For few tokens alone. hidden, inner and shared_inner are what these types take
   int32_t gate_up_type, down_type, shared_gate_up_type, shared_down_type;    // gdn_quantized_type

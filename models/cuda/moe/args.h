@@ -23,7 +23,7 @@ struct alignas(16) TableEntry {
 };
 struct alignas(16) Table {
   int32_t routed, groups;    // groups of the routed experts; all
-  int32_t zero[2];
+  int32_t blocks, zero;      // of table_kernel, that have chosen
   TableEntry entry[kTableRows];
 };
 
@@ -61,6 +61,13 @@ struct Args {
 // Bytes of a table of so many rows, and of all that these tokens have.
 constexpr __host__ __device__ int32_t table_bytes(int rows) { return static_cast<int32_t>(offsetof(Table, entry) + rows * sizeof(TableEntry)); }
 inline __host__ __device__ int32_t table_bytes(const Args &a) { return table_bytes(a.tokens * (a.top_k + (a.shared_inner > 0))); }
+
+// Of down_kernel of few tokens: warps, floats from token to token of a warp's 16 sums, which differ so that banks do, and shared memory for tokens of so
+// many rows.
+constexpr int kDownWarps = 16, kColumn = 20;
+constexpr __host__ __device__ int64_t down_shared_bytes(int tokens, int rows_each) {
+  return table_bytes(tokens * rows_each) + static_cast<int64_t>(kDownWarps) * tokens * kColumn * sizeof(float);
+}
 
 // The launchers of a dtype, in few.cu, packed.cu, many.cu and scores.cu.
 template <typename T> int run_few(const gdn_moe_params &p, const Args &args, cudaStream_t stream);

@@ -15,9 +15,10 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   if (const int status = run_scores<T>(p, args, stream)) return status;
   config.overlap = p.overlap >= 0;
   if (p.tokens > 1) {
-    config.grid = dim3(1);
+    const int each = table_tokens(p.tokens);
+    config.grid = dim3(static_cast<unsigned>(ceil_div(p.tokens, each)));
     config.block = dim3(kSortThreads);
-    if (const int status = launch(table_kernel, config, args)) return status;
+    if (const int status = launch(table_kernel, config, args, each)) return status;
     config.overlap = p.overlap >= 0;
   }
 
@@ -26,13 +27,23 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   const int64_t tiles = static_cast<int64_t>(p.tokens) * p.top_k * (p.inner / kOutputs) +
                         ceil_div(p.tokens, kGroup) * (p.shared_inner / kOutputs);
   constexpr int kWarps = Stored<W>::kWarps;
-  const int64_t resident = static_cast<int64_t>(16 / kWarps) * sms;
-  config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
+  constexpr bool kScaled = Stored<W>::kScaled;
+  const bool one = kScaled && p.tokens == 1;
   config.block = dim3(32 * kWarps);
-  // x of one token, and its chunks' factors.
-  const bool one = Stored<W>::kScaled && p.tokens == 1;
-  config.shared_bytes = table_bytes(args) + (one ? 2 * static_cast<int64_t>(p.hidden) + ceil_div(p.hidden, 512) * 16 : 0);
-  const bool kept = Stored<W>::kScaled ? one : p.hidden <= kWarps * kChunks * Stored<W>::kChunk;
+  config.shared_bytes = kGateUpSums<W> + table_bytes(args);
+  int64_t resident = 16 / kWarps;    // blocks of a multiprocessor
+  bool kept = p.hidden <= kWarps * kChunks * Stored<W>::kChunk;
+  if constexpr (kScaled) {
+    const int64_t bytes = config.shared_bytes + int64_t{kWarps} * HeldRows::bytes(gate_up_slice<W>(p.hidden), p.tokens < kGroup ? p.tokens : kGroup);
+    int of_sm = 0;
+    if (const int status = shared_of_sm(&of_sm)) return status;
+    const int64_t fit = of_sm / (bytes + 1024);
+    kept = fit > 1;    // else x leaves too few warps
+    if (kept) config.shared_bytes = bytes;
+    if (kept && fit < resident) resident = fit;
+  }
+  resident *= sms;
+  config.grid = dim3(static_cast<unsigned>(tiles < resident ? tiles : resident));
   const auto gate_up = kept ? gate_up_kernel<T, W, true> : gate_up_kernel<T, W, false>;
   if (const int status = allow_shared_memory(gate_up, config.shared_bytes, optin)) return status;
   if (const int status = launch(gate_up, config, args)) return status;
@@ -40,8 +51,8 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
   config.overlap = p.overlap >= 0;
   config.grid = dim3(static_cast<unsigned>(p.hidden / kDownOutputs));
   config.block = dim3(kDownThreads);
-  config.shared_bytes = table_bytes(args) + static_cast<int64_t>(kDownWarps) * p.tokens * kColumn * sizeof(float);
-  if constexpr (Stored<W>::kScaled) {
+  config.shared_bytes = down_shared_bytes(p.tokens, p.top_k + (p.shared_inner > 0));
+  if constexpr (kScaled) {
     const int64_t of_h = static_cast<int64_t>(p.top_k + 1) * h_shared_bytes(args);
     if (one && config.shared_bytes + of_h <= optin) {
       config.shared_bytes += of_h;

@@ -8,7 +8,7 @@ namespace gdn {
 namespace moe {
 
 constexpr int kChunkBytes = 128;          // of a row of weights
-constexpr int kChunks = 4;                // chunks of a round, which is under way in registers
+constexpr int kChunks = 4;                // chunks of a round, which is under way in registers, unless said otherwise
 
 // How weights of type W stand: T, or E4m3.
 template <typename W> struct Stored {
@@ -23,8 +23,8 @@ template <typename W> struct Stored {
 
 // A round of 16 rows of weights, as ../linear has it: a lane holds, of rows g and g + 8 of the tile, 8 inputs in a row
 // of every 32, by one load each; in e4m3 16 of 64. x is held alike, so that the order of the inputs is the same in both.
-template <typename W> struct Weights {
-  uint4 w[kChunks][4];    // of row g, the first and the second half of a chunk; of row g + 8
+template <typename W, int CHUNKS = kChunks> struct Weights {
+  uint4 w[CHUNKS][4];    // of row g, the first and the second half of a chunk; of row g + 8
   const char *row0;
   int32_t to_row8;        // bytes
   int live;               // units from row0 on; < 1: none
@@ -40,9 +40,9 @@ template <typename W> struct Weights {
   }
 };
 
-template <> struct Weights<E4m3> {
-  uint4 w[kChunks][4];
-  float scale[kChunks][2];    // of row g, of row g + 8
+template <int CHUNKS> struct Weights<E4m3, CHUNKS> {
+  uint4 w[CHUNKS][4];
+  float scale[CHUNKS][2];    // of row g, of row g + 8
   const char *row0;
   const float *scale0, *scale8;
   int32_t to_row8;
@@ -73,18 +73,21 @@ struct Piece {
   }
 };
 
-// Uses up chunk d in e4m3, of which `live` units are there, with x at this address, in shared memory or not; x is in T, divided by
-// `factor`.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3> &weights, const char *x, int d, int live,
-                                         float factor = 1.f) {
+// Where a lane's 16 of 64 inputs lie in a row of x beside e4m3: two pieces of 16 bytes of each half of a chunk.
+constexpr int scaled_piece(int half, int i) { return half * 128 + i * 16; }
+
+// Uses up chunk d in e4m3, of which `live` units are there. x_of(half, i) is that piece of x in T, divided by `factors`: those of the rows of x whose
+// sums the lane has.
+template <typename T, int CHUNKS, typename X>
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3, CHUNKS> &weights, const X &x_of, int d, int live,
+                                         float2 factors = {1.f, 1.f}) {
   float block[2][4] = {};
 #pragma unroll
   for (int half = 0; half < 2; ++half)
     if (half < live) {
       const uint4 w0 = weights.w[d][half], w8 = weights.w[d][2 + half];
       const uint32_t words0[] = {w0.x, w0.y, w0.z, w0.w}, words8[] = {w8.x, w8.y, w8.z, w8.w};
-      const uint4 pieces[] = {*reinterpret_cast<const uint4 *>(x + half * 128), *reinterpret_cast<const uint4 *>(x + half * 128 + 16)};
+      const uint4 pieces[] = {x_of(half, 0), x_of(half, 1)};
       const uint32_t b[] = {pieces[0].x, pieces[0].y, pieces[0].z, pieces[0].w,
                             pieces[1].x, pieces[1].y, pieces[1].z, pieces[1].w};
 #pragma unroll
@@ -96,12 +99,13 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<E4m3>
       }
     }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[0][i] = fmaf(weights.scale[d][i / 2], (block[0][i] + block[1][i]) * factor, sum[0][i]);
+  for (int i = 0; i < 4; ++i)
+    sum[0][i] = fmaf(weights.scale[d][i / 2], (block[0][i] + block[1][i]) * (i % 2 ? factors.y : factors.x), sum[0][i]);
 }
 
 // Uses up chunk d. Two sums: one alone would be bound by the products' latency.
-template <typename T>
-__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<T> &weights, const Piece &piece, int d) {
+template <typename T, int CHUNKS>
+__device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<T, CHUNKS> &weights, const Piece &piece, int d) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const uint4 w0 = weights.w[d][half], w8 = weights.w[d][2 + half], x = piece.x[half];
@@ -110,15 +114,74 @@ __device__ __forceinline__ void multiply(float (&sum)[2][4], const Weights<T> &w
   }
 }
 
-// One token's inputs into shared memory as products beside e4m3 take them, in f16, and the factors of their chunks.
-template <typename T> __device__ __forceinline__ void read_row(const void *from, char *to, float *factors, int inputs, int tid, int threads) {
+// A chunk of a row of x beside e4m3, of which `live` units are there.
+struct ScaledPiece {
+  uint4 x[2][2];
+
+  __device__ __forceinline__ void load(const char *at, int live) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (half < live) {
+        x[half][0] = ptx::load_after_wait(at + scaled_piece(half, 0));
+        x[half][1] = ptx::load_after_wait(at + scaled_piece(half, 1));
+      }
+  }
+};
+
+// 16 bytes from global to shared memory, through L1: blocks of one multiprocessor may want the same rows.
+__device__ __forceinline__ void copy_through_l1(uint32_t to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+// A warp's part of rows of x in shared memory, as products beside e4m3 take them: in f16, each chunk divided by its factor (half_of_block). 16 bytes
+// lie between rows, since the lanes of a quad read every second piece of 16.
+struct HeldRows {
+  char *rows;
+  float *factors;           // [chunks, kGroup]
+  int row_bytes, pieces;    // of a row; of 16 bytes
+
+  static constexpr __host__ __device__ int row_bytes_of(int chunks) { return chunks * Stored<E4m3>::kXBytes + 16; }
+  static constexpr __host__ __device__ int bytes(int chunks, int rows) { return rows * row_bytes_of(chunks) + chunks * kGroup * 4; }
+
+  // Of up to so many rows, which begin with `units` times 64 inputs.
+  __device__ __forceinline__ HeldRows(unsigned char *room, int chunks, int most, int units)
+      : rows(reinterpret_cast<char *>(room)), factors(reinterpret_cast<float *>(room + most * row_bytes_of(chunks))), row_bytes(row_bytes_of(chunks)),
+        pieces(8 * units) {}
+
+  // Row r begins at from(r).
+  template <typename From> __device__ __forceinline__ void request(int count, int lane, const From &from) const {
+    __syncwarp();    // all lanes have read the rows before these
+    for (int r = 0; r < count; ++r) {
+      const char *row = from(r);
+      const uint32_t to = ptx::shared_address(rows + r * row_bytes);
+      for (int i = lane; i < pieces; i += 32) copy_through_l1(to + i * 16, row + i * 16);
+    }
+    ptx::copy_async_commit();
+  }
+
+  // Once requested; a lane converts what it has copied.
+  template <typename T> __device__ __forceinline__ void convert(int count, int lane) const {
+    ptx::copy_async_wait<0>();
+    for (int r = 0; r < count; ++r) {
+      uint4 *row = reinterpret_cast<uint4 *>(rows + r * row_bytes);
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        half_of_row([&](int i) { return row[i]; }, row, factors + r, kGroup, pieces, lane, 32);
+      else
+        for (int i = lane; i * 16 < pieces; i += 32) factors[i * kGroup + r] = 1.f;
+    }
+    __syncwarp();
+  }
+};
+
+// A row of h of one token into shared memory, and the factors of its chunks.
+template <typename T> __device__ __forceinline__ void read_row(const void *from, char *to, float *factors, int inputs, int lane) {
   const auto load = [&](int piece) { return ptx::load_after_wait(static_cast<const uint4 *>(from) + piece); };
   uint4 *pieces = reinterpret_cast<uint4 *>(to);
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-    half_of_row(load, pieces, factors, inputs / 8, tid, threads);
+    half_of_row(load, pieces, factors, 1, inputs / 8, lane, 32);
   } else {
-    for (int i = tid; i < inputs / 8; i += threads) pieces[i] = load(i);
-    for (int i = tid; i * Stored<E4m3>::kChunk < inputs; i += threads) factors[i] = 1.f;
+    for (int i = lane; i < inputs / 8; i += 32) pieces[i] = load(i);
+    for (int i = lane; i * Stored<E4m3>::kChunk < inputs; i += 32) factors[i] = 1.f;
   }
 }
 

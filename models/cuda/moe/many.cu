@@ -3,6 +3,7 @@
 #include "common/tensor_map.h"
 #include "many.cuh"
 #include "sort.cuh"
+#include "stream.cuh"
 #include "wide.cuh"
 
 namespace gdn {
@@ -60,6 +61,22 @@ template <typename T, typename W> int run_wide(const gdn_moe_params &p, const Ar
   return run_wide<T, W, false>(p, args, config, optin);
 }
 
+// Where both kernels' tiles of rows have place.
+bool can_stream(const gdn_moe_params &p, const Args &args, int optin) {
+  return stream_gate_up_shared(p.hidden) <= optin && stream_rows_bytes(args.h_stride) <= optin;
+}
+
+template <typename T> int run_stream(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
+  int sms = 0;
+  if (const int status = sm_count(&sms)) return status;
+  config.grid = dim3(static_cast<unsigned>(sms));
+  config.block = dim3(kStreamThreads);
+  config.shared_bytes = stream_gate_up_shared(p.hidden);
+  if (const int status = launch_allowed<stream_gate_up_kernel<T>>(config, optin, args)) return status;
+  config.shared_bytes = stream_rows_bytes(args.h_stride);
+  return launch_allowed<stream_down_kernel<T>>(config, optin, args);
+}
+
 }  // namespace
 
 template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cudaStream_t stream) {
@@ -83,18 +100,18 @@ template <typename T> int run_many(const gdn_moe_params &p, const Args &args, cu
   // Five stages of 32 rows have no room in 99 KB; the tiles of the others have.
   static_assert(tile_bytes_of(64) <= kLeastShared && tile_bytes_of(128) <= kLeastShared, "a shape for every card");
   if (rows == 32 && tile_bytes_of(32) > optin) rows = 64;
-  // Weights in e4m3 are converted once for each tile: an expert with a few more rows than one tile holds gets two of similar size. With 256
-  // and 512 experts no difference was measured.
-  const int multiple = wide && scaled ? 64 : rows;
   int columns = 32;
   while (columns < p.num_experts) columns *= 2;
   config.overlap = p.overlap >= 0;
   config.block = dim3(kSortThreads);
-  if (const int status = launch(place_kernel, config, args, each, columns, rows, multiple)) return status;
+  if (const int status = launch(place_kernel, config, args, each, columns, rows)) return status;
 
   const auto run_products = [&](auto weight) {
     using W = decltype(weight);
-    return wide ? run_wide<T, W>(p, args, config, optin) : run_tiles<T, W>(p, args, config, rows, optin);
+    if (wide) return run_wide<T, W>(p, args, config, optin);
+    if constexpr (std::is_same_v<W, E4m3>)
+      if (rows == kStreamRows && can_stream(p, args, optin)) return run_stream<T>(p, args, config, optin);
+    return run_tiles<T, W>(p, args, config, rows, optin);
   };
   const int status = scaled ? run_products(E4m3{}) : run_products(T{});
   if (status) return status;

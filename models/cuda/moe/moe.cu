@@ -14,9 +14,19 @@ constexpr int64_t kAlign = 256;
 // times. Bytes would cost more there, to be made numbers of.
 constexpr int kFewIn16Bits = 48;
 
-bool few(const gdn_moe_params &p) {
+bool may_be_few(const gdn_moe_params &p) {
   const int most = p.gate_up_scales.ptr ? GDN_MOE_FEW_TOKENS : kFewIn16Bits;
   return p.algo == GDN_MOE_FEW || (p.algo == GDN_MOE_AUTO && p.tokens <= most);
+}
+
+// The device may have too little shared memory for the sums of so many tokens.
+int choose_algo(const gdn_moe_params &p, bool *few) {
+  *few = may_be_few(p);
+  if (!*few || p.quantized) return GDN_OK;
+  int optin = 0;
+  if (const int status = shared_limit(&optin)) return status;
+  *few = down_shared_bytes(p.tokens, p.top_k + (p.shared_inner > 0)) <= optin;
+  return *few || p.algo == GDN_MOE_AUTO ? GDN_OK : GDN_BAD_ALGO;
 }
 
 int check_sizes(const gdn_moe_params &p) {
@@ -31,7 +41,7 @@ int check_sizes(const gdn_moe_params &p) {
   if (rows > (1 << 30) || widest * p.hidden > (1 << 29)) return GDN_BAD_LENGTH;
   if (p.hidden % 64 || p.inner % 64 || p.shared_inner % 64) return GDN_BAD_ALGO;
   if (p.quantized) {
-    if (!few(p) || p.tokens > GDN_MOE_PACKED_TOKENS || static_cast<int64_t>(p.tokens) * p.hidden > GDN_MOE_PACKED_INPUTS) return GDN_BAD_ALGO;
+    if (!may_be_few(p) || p.tokens > GDN_MOE_PACKED_TOKENS || static_cast<int64_t>(p.tokens) * p.hidden > GDN_MOE_PACKED_INPUTS) return GDN_BAD_ALGO;
     const int types[] = {p.gate_up_type, p.down_type, p.shared_gate_up_type, p.shared_down_type};
     const int inputs[] = {p.hidden, p.inner, p.hidden, p.shared_inner};
     for (int i = 0; i < (p.shared_inner > 0 ? 4 : 2); ++i) {
@@ -45,7 +55,7 @@ int check_sizes(const gdn_moe_params &p) {
 }
 
 // The bytes of workspace, and where its parts begin: at `base`, or for the size alone at null.
-int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
+int64_t lay_out(const gdn_moe_params &p, bool few, char *base, Args *args) {
   int64_t bytes = 0;
   const auto part = [&](auto &to, int64_t size) {
     to = reinterpret_cast<std::remove_reference_t<decltype(to)>>(base + bytes);
@@ -59,7 +69,7 @@ int64_t lay_out(const gdn_moe_params &p, char *base, Args *args) {
   args->split_stride = tokens * args->logits_stride;
   part(args->logits, args->splits * args->split_stride * 4);
   part(args->h, rows * args->h_stride * dtype_size(p.io_dtype));
-  if (few(p)) {
+  if (few) {
     part(args->table, sizeof(Table));
   } else {
     const int each = tile_rows(pairs, p.num_experts);
@@ -86,7 +96,9 @@ int64_t shared_gate_up_bytes(const gdn_moe_params &p) {
 // One call of the kernels; the parameters are checked.
 int run_tokens(const gdn_moe_params &p, cudaStream_t stream) {
   Args args = {};
-  const int64_t bytes = lay_out(p, static_cast<char *>(p.workspace), &args);
+  bool few = false;
+  if (const int status = choose_algo(p, &few)) return status;
+  const int64_t bytes = lay_out(p, few, static_cast<char *>(p.workspace), &args);
   if (!p.workspace || !aligned(p.workspace, kAlign) || p.workspace_bytes < bytes) return GDN_BAD_WORKSPACE;
   args.x = p.x;
   args.router = p.router;
@@ -111,7 +123,7 @@ int run_tokens(const gdn_moe_params &p, cudaStream_t stream) {
   args.shared_gate_up_scales = scale_args(p.shared_gate_up_scales);
   args.shared_down_scales = scale_args(p.shared_down_scales);
   const bool bf16 = p.io_dtype == GDN_BF16;
-  if (few(p)) return bf16 ? run_few<__nv_bfloat16>(p, args, stream) : run_few<__half>(p, args, stream);
+  if (few) return bf16 ? run_few<__nv_bfloat16>(p, args, stream) : run_few<__half>(p, args, stream);
   return bf16 ? run_many<__nv_bfloat16>(p, args, stream) : run_many<__half>(p, args, stream);
 }
 
@@ -165,7 +177,14 @@ extern "C" int gdn_moe(const gdn_moe_params *params, cudaStream_t stream) { retu
 extern "C" int gdn_moe_workspace(const gdn_moe_params *params, int64_t *bytes) {
   if (!params || !bytes) return GDN_NULL_POINTER;
   if (const int status = gdn::moe::check_sizes(*params)) return status;
-  gdn::moe::Args args = {};
-  *bytes = gdn::moe::lay_out(*params, nullptr, &args);
+  // On any device.
+  *bytes = 0;
+  for (const bool few : {false, true}) {
+    gdn::moe::Args args = {};
+    if (!few && params->algo == GDN_MOE_FEW) continue;
+    if (few && !gdn::moe::may_be_few(*params)) continue;
+    const int64_t needed = gdn::moe::lay_out(*params, few, nullptr, &args);
+    if (needed > *bytes) *bytes = needed;
+  }
   return GDN_OK;
 }

@@ -3,6 +3,7 @@
 
 #include "common/math.cuh"
 #include "common/ptx.cuh"
+#include "../common.cuh"
 #include "args.h"
 
 namespace gdn {
@@ -24,11 +25,11 @@ template <typename T> __device__ __forceinline__ void terms_of(uint32_t pair, ui
   }
 }
 
-// The line that holds `p` comes into L2. Of what no kernel writes.
-__device__ __forceinline__ void prefetch_l2(const void *p) {
-#if defined(__CUDA_ARCH__)
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(p));
-#endif
+// One token's choice is not made yet (share_choice), and no block has made those of several. Without a table the way of many tokens follows.
+__device__ __forceinline__ void clear_table(const Args &a, int tid) {
+  if (!a.table || blockIdx.x + blockIdx.y > 0) return;
+  if (a.tokens == 1 && tid <= a.top_k) ptx::store_relaxed(&a.table->entry[tid], 0);
+  if (a.tokens > 1 && tid == 0) a.table->blocks = 0;
 }
 
 // ---- up to kFewScored tokens ----
@@ -73,8 +74,7 @@ __global__ void __launch_bounds__(kScoreThreads) few_scores_kernel(const __grid_
 
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  // One token's choice is not made yet (share_choice). Without a table the way of many tokens follows.
-  if (a.tokens == 1 && a.table && blockIdx.x + blockIdx.y == 0 && tid <= a.top_k) ptx::store_relaxed(&a.table->entry[tid], 0);
+  clear_table(a, tid);
 
   float sum[GROUPS][4] = {};
   for (int chunk = first; chunk < end; chunk += kBatch) {
@@ -187,6 +187,7 @@ template <typename T, int STAGES> __global__ void __launch_bounds__(kGemmThreads
     if (s < turns) copy_w(s);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
+  clear_table(a, tid);
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) {
     if (s < turns) copy_x(s);

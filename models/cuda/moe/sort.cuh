@@ -34,10 +34,9 @@ __global__ void __launch_bounds__(kChooseThreads) choose_kernel(const __grid_con
 }
 
 // The same blocks' rows in the order of the experts, and of the blocks. The first block also cuts each expert's rows into
-// the fewest tiles of at most `tile_rows`. All have the same number of rows, a multiple of `multiple`; only the last may have fewer.
-// `columns`: experts, up to a power of two.
+// tiles of `tile_rows`; only the last may have fewer. `columns`: experts, up to a power of two.
 __global__ void __launch_bounds__(kSortThreads)
-    place_kernel(const __grid_constant__ Args a, int each, int columns, int tile_rows, int multiple) {
+    place_kernel(const __grid_constant__ Args a, int each, int columns, int tile_rows) {
   __shared__ int rows_of[GDN_MOE_EXPERTS], first_row[GDN_MOE_EXPERTS];
   __shared__ int of_warp[kSortThreads / 32], tiles_of_warp[kSortThreads / 32];
   constexpr int kAtOnce = 8;    // loads under way
@@ -67,9 +66,8 @@ __global__ void __launch_bounds__(kSortThreads)
   if (block == 0) {
     const int tiles = (count + tile_rows - 1) / tile_rows;
     const Before tiles_before = sum_before(tiles, tiles_of_warp);
-    const int most = max(tiles, 1) * multiple, each_rows = (count + most - 1) / most * multiple;
     for (int i = 0; i < tiles; ++i)
-      a.tiles[tiles_before.prefix + i] = {tid, rows.prefix + i * each_rows, min(each_rows, count - i * each_rows), 0};
+      a.tiles[tiles_before.prefix + i] = {tid, rows.prefix + i * tile_rows, min(tile_rows, count - i * tile_rows), 0};
     const int shared = a.shared_inner > 0 ? (a.tokens + tile_rows - 1) / tile_rows : 0;
     for (int i = tid; i < shared; i += kSortThreads)
       a.tiles[tiles_before.all + i] = {a.experts, pairs + i * tile_rows, min(tile_rows, a.tokens - i * tile_rows), 0};

@@ -14,14 +14,18 @@ __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 &
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
 static_assert(kTableRows <= 0x1000, "a group's first row has 12 bits");
 
-// One block: the table of few tokens. A warp has a token or two, and then a thread an expert.
-static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a) {
+// Tokens that a block of table_kernel chooses for, a warp each. Eight warps choose faster than 32, which the sum over blocks costs for up to 16.
+inline int table_tokens(int tokens) { return tokens <= 16 ? 16 : 8; }
+
+// The table of few tokens. A warp has a token; in the last block to have chosen, then, a thread an expert.
+static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a, int each) {
   constexpr int kWords = (GDN_MOE_FEW_TOKENS + 31) / 32;
   __shared__ uint32_t takers[kWords][GDN_MOE_EXPERTS];    // a bit a token
   __shared__ int32_t chosen[GDN_MOE_FEW_TOKENS][GDN_MOE_TOP_K];
   __shared__ float weight[GDN_MOE_FEW_TOKENS][GDN_MOE_TOP_K];
   __shared__ int32_t first_row[GDN_MOE_EXPERTS];
   __shared__ int32_t of_warp[kSortThreads / 32];
+  __shared__ bool last;
   const int tid = threadIdx.x, lane = tid % 32, k = a.top_k, pairs = a.tokens * k, of_shared = a.shared_inner > 0 ? a.tokens : 0;
   Table &table = *a.table;
 #pragma unroll
@@ -29,12 +33,20 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   __syncthreads();
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
-  for (int token = tid / 32; token < a.tokens; token += kSortThreads / 32) {
+  const auto take = [&](int token, int i, const Choice &choice) {
+    chosen[token][i] = choice.expert;
+    weight[token][i] = choice.weight;
+    atomicOr(&takers[token / 32][choice.expert], 1u << token % 32);
+  };
+  const int token = static_cast<int>(blockIdx.x) * each + tid / 32;
+  const bool alone = gridDim.x == 1;
+  if (tid / 32 < each && token < a.tokens) {
     const Choice choice = choose(a, token);
     if (lane < k) {
-      chosen[token][lane] = choice.expert;
-      weight[token][lane] = choice.weight;
-      atomicOr(&takers[token / 32][choice.expert], 1u << token % 32);
+      if (alone)
+        take(token, lane, choice);
+      else
+        table.entry[token * k + lane].group = choice.expert, table.entry[token * k + lane].weight = choice.weight;
     }
     if (lane == 31 && of_shared > 0) {
       TableEntry &entry = table.entry[pairs + token];
@@ -44,6 +56,20 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
     }
   }
   __syncthreads();
+  if (!alone) {
+    if (tid == 0) {
+      __threadfence();
+      last = atomicAdd(&table.blocks, 1) + 1 == static_cast<int>(gridDim.x);
+      __threadfence();
+    }
+    __syncthreads();
+    if (!last) return;
+    for (int i = tid; i < pairs; i += kSortThreads) {
+      const uint2 entry = __ldcg(reinterpret_cast<const uint2 *>(&table.entry[i]));
+      take(i / k, i % k, {static_cast<int>(entry.x), __uint_as_float(entry.y)});
+    }
+    __syncthreads();
+  }
 
   int rows = 0;
 #pragma unroll
@@ -60,7 +86,7 @@ static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid
   if (tid == 0) {
     table.routed = routed;
     table.groups = routed + shared_groups;
-    table.zero[0] = table.zero[1] = 0;
+    table.blocks = table.zero = 0;
   }
   __syncthreads();
   for (int i = tid; i < pairs; i += kSortThreads) {

@@ -109,16 +109,16 @@ __device__ __forceinline__ uint4 half_of_block(const uint4 &x, float *factor) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// A row of so many pieces of 8 inputs, which load(piece) gives, and its blocks' factors; by `threads`, whole warps, of which this is `tid`.
+// A row of so many pieces of 8 inputs, which load(piece) gives, and its blocks' factors, `step` apart; by `threads`, whole warps, of which this is `tid`.
 template <typename Load>
-__device__ __forceinline__ void half_of_row(Load load, uint4 *to, float *factors, int pieces, int tid, int threads) {
+__device__ __forceinline__ void half_of_row(Load load, uint4 *to, float *factors, int step, int pieces, int tid, int threads) {
   for (int first = tid - tid % 32; first < pieces; first += threads) {
     const int piece = first + tid % 32;
     float factor;
     const uint4 half = half_of_block(piece < pieces ? load(piece) : uint4{}, &factor);
     if (piece >= pieces) continue;
     to[piece] = half;
-    if (piece % 16 == 0) factors[piece / 16] = factor;
+    if (piece % 16 == 0) factors[piece / 16 * step] = factor;
   }
 }
 

@@ -56,7 +56,7 @@ template <typename T, bool HALF> struct Stored {
 
   static __device__ __forceinline__ void convert_x(const Args &a, const char *from, int bytes, unsigned char *shared, int tid, int threads) {
     half_of_row([&](int piece) { return ptx::load_after_wait(from + piece * 16); }, reinterpret_cast<uint4 *>(shared + a.x_at),
-                reinterpret_cast<float *>(shared + a.factors_at), bytes / 16, tid, threads);
+                reinterpret_cast<float *>(shared + a.factors_at), 1, bytes / 16, tid, threads);
   }
 
   template <int NT, typename X>

@@ -15,7 +15,8 @@ struct Tiling {
 
 int chunks_of(const gdn_scaled_params &p) { return static_cast<int>(ceil_div(p.inputs, many::kChunk)); }
 int slice_of(const gdn_scaled_params &p, const Tiling &t) { return static_cast<int>(ceil_div(chunks_of(p), t.along * t.cluster)); }
-int tiles_of(const gdn_scaled_params &p, const Tiling &t) { return static_cast<int>(ceil_div(p.outputs, many::kTile * t.groups)); }
+int tiles_of(int64_t outputs, const Tiling &t) { return static_cast<int>(ceil_div(outputs, many::kTile * t.groups)); }
+int all_tiles(const gdn_scaled_params &p, const Tiling &t) { return tiles_of(p.outputs, t) + tiles_of(p.outputs_below, t); }
 
 int64_t shared_bytes(const gdn_scaled_params &p, const Tiling &t) {
   return many::kXAt + int64_t{2} * many::kXTile * t.along * slice_of(p, t);
@@ -47,7 +48,7 @@ int most_clusters(int size, int optin, int *value) {
 // What goes through a multiprocessor, in bytes: weights, x, and as much as could while sums meet.
 constexpr int64_t kMeeting = 24 << 10;
 int64_t cost(const gdn_scaled_params &p, const Tiling &t, int clusters) {
-  const int64_t turns = ceil_div(tiles_of(p, t), clusters), chunks = int64_t{t.along} * slice_of(p, t);
+  const int64_t turns = ceil_div(all_tiles(p, t), clusters), chunks = int64_t{t.along} * slice_of(p, t);
   return turns * (chunks * many::kChunk * many::kTile * t.groups + kMeeting) + chunks * 2 * many::kXTile;
 }
 
@@ -69,7 +70,7 @@ int choose(const gdn_scaled_params &p, const gdn_linear_options &o, Tiling *best
       if (here >= least) continue;
       least = here;
       *best = t;
-      *clusters = tiles_of(p, t) < most ? tiles_of(p, t) : most;
+      *clusters = all_tiles(p, t) < most ? all_tiles(p, t) : most;
     }
   return least < INT64_MAX ? GDN_OK : GDN_BAD_ALGO;
 }
@@ -86,9 +87,13 @@ template <typename T> int launch_as(const gdn_scaled_params &p, const Tiling &t,
   args.outputs = p.outputs;
   args.halves = p.inputs / 64;
   args.slice = slice_of(p, t);
-  args.tiles = tiles_of(p, t);
+  args.tiles = tiles_of(p.outputs, t);
   while (1 << args.cluster_shift < t.cluster) ++args.cluster_shift;
   args.scales = scale_args(p.scales);
+  args.below = p.below;
+  args.below_row = p.below_stride * 2;
+  args.outputs_below = p.outputs_below;
+  args.tiles_below = tiles_of(p.outputs_below, t);
   return launch_allowed<many::many_kernel<T>>(config, optin, args);
 }
 

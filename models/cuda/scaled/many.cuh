@@ -5,6 +5,7 @@
 #include "common/convert.cuh"
 #include "common/ptx.cuh"
 #include "common/wgmma.cuh"
+#include "../common.cuh"
 #include "e4m3.cuh"
 
 namespace gdn {
@@ -40,6 +41,10 @@ struct Args {
   int32_t tiles;           // of 64 outputs for each warpgroup along them
   int32_t cluster_shift;
   ScaleArgs scales;
+  // Rows below those in e4m3, of the dtype of x, whose outputs follow.
+  const void *below;
+  int64_t below_row;       // bytes from row to row
+  int32_t outputs_below, tiles_below;
 };
 
 // Four weights as two pairs of T, those of bytes 1 and 3 and of bytes 0 and 2, exactly: see e4m3_pairs(). x lies in this order.
@@ -133,6 +138,14 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
   start_tile();
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch();
+  // Tiles of the rows below are the last ones. This warp's rows of one, in L2 when their turn comes.
+  const int of_both = a.tiles + a.tiles_below, tile_below = a.tiles + (gridDim.y + blockIdx.y - a.tiles % gridDim.y) % gridDim.y;
+  const auto row_below = [&](int tile, int r) {
+    const int row = ((tile - a.tiles) * static_cast<int>(blockDim.z) + threadIdx.z) * kTile + warp * 16 + r;
+    return static_cast<const char *>(a.below) + min(row, a.outputs_below - 1) * a.below_row + first * (2 * kChunk);
+  };
+  if (tile_below < of_both)
+    for (int line = lane / 16; line < halves; line += 2) prefetch_l2(row_below(tile_below, lane % 16) + line * 128);
 
   const uint32_t full = shared, empty = shared + 8;
   if (tid == 0) {
@@ -224,38 +237,49 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       }
     }
   };
-  for (int tile = blockIdx.y; tile < a.tiles; tile += gridDim.y, ++turns) {
+  // The rows below have no scales, and 32 bytes where those have 16: two pieces of 16 bytes of each row.
+  const auto multiply_below = [&](int tile) {
+    const char *from[2] = {row_below(tile, g) + t * 32, row_below(tile, g + 8) + t * 32};
+    uint4 w[2][2];
+    const auto load = [&](int half) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n)
+      for (int r = 0; r < 2; ++r)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[n][i] = 0.f;
-    for (int chunk = 0; chunk < chunks; chunk += 2) {
-      step(chunk, std::integral_constant<int, 0>());
-      if (chunk + 1 < chunks) step(chunk + 1, std::integral_constant<int, 1>());
+        for (int i = 0; i < 2; ++i) w[r][i] = ptx::load_stream(from[r] + half * 128 + i * 16);
+    };
+    if (halves > 0) load(0);
+    for (int half = 0; half < halves; ++half) {
+      uint32_t(&m)[4][4] = operand[0];
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          m[2 * i][r] = __byte_perm(w[r][i].x, w[r][i].y, 0x7632), m[2 * i][r + 2] = __byte_perm(w[r][i].x, w[r][i].y, 0x5410);
+          m[2 * i + 1][r] = __byte_perm(w[r][i].z, w[r][i].w, 0x7632), m[2 * i + 1][r + 2] = __byte_perm(w[r][i].z, w[r][i].w, 0x5410);
+        }
+      if (half + 1 < halves) load(half + 1);
+      const uint64_t b = wgmma::tile_of_columns(x_here + half * kXTile);
+      wgmma::hold(m);
+      wgmma::fence();
+#pragma unroll
+      for (int j = 0; j < 4; ++j) wgmma::product<T, false>(acc[0], m[j], b + wgmma::bytes(j * 32), half + j > 0);
+      wgmma::commit();
+      wgmma::wait<0>();
     }
-    wgmma::wait<0>();
     wgmma::hold(acc[0]);
-    wgmma::hold(acc[1]);
-    if (chunks > 0) {
-      if (chunks % 2) add(acc[0], scale[0]);
-      else add(acc[1], scale[1]);
-    }
-
-    // Every warpgroup sends its sums to the block that stores the rows' outputs, when all of the cluster have read those of the turn before.
-    const uint32_t meet = kSumsAt + threadIdx.z * blockDim.y * kSums;
-    if (tid == 0) ptx::barrier_expect(full, kGroups * kSums);
-    if (turns > 0) ptx::barrier_wait_cluster(empty, (turns - 1) & 1);
+    if (halves > 0) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
-      const int to = n >> own_shift;
-      const uint32_t there = ptx::cluster_address(
-          shared + meet + (((part << own_shift) + n - (to << own_shift)) * kTile + warp * 16 + g) * 32 + t * 8, to);
-      const uint32_t barrier_there = ptx::cluster_address(full, to);
-      store_async_2(there, sum[n][0], sum[n][1], barrier_there);
-      store_async_2(there + 8 * 32, sum[n][2], sum[n][3], barrier_there);
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[n][i] = acc[0][n][i];
     }
-    ptx::barrier_wait_cluster(full, turns & 1);
-    // In the order of the inputs.
+  };
+  // Sums that met in a turn: every warpgroup has sent its own to the block that stores the rows' outputs. They are added in the order of the inputs.
+  const uint32_t meet = kSumsAt + threadIdx.z * blockDim.y * kSums;
+  const auto finish = [&](int tile, int turn) {
+    const bool below = tile >= a.tiles;
+    const int outputs = below ? a.outputs_below : a.outputs;
+    ptx::barrier_wait_cluster(full, turn & 1);
     for (int i = tid; i < static_cast<int>(blockDim.z) * own * kTile; i += kThreads) {
       const int group = i >> (own_shift + 6), n = i >> 6 & (own - 1), output = i & 63;
       const unsigned char *from = shared_bytes + kSumsAt + group * blockDim.y * kSums + (n * kTile + output) * 32;
@@ -267,17 +291,53 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
 #pragma unroll
         for (int r = 0; r < 8; ++r) y[r] += x[r];
       }
-      const int column = (tile * static_cast<int>(blockDim.z) + group) * kTile + output, row = 8 * (rank * own + n);
-      if (column < a.outputs)
+      const int column = ((below ? tile - a.tiles : tile) * static_cast<int>(blockDim.z) + group) * kTile + output, row = 8 * (rank * own + n);
+      if (column < outputs)
 #pragma unroll
         for (int r = 0; r < 8; ++r)
-          if (row + r < a.rows) static_cast<T *>(a.y)[(row + r) * a.y_stride + column] = from_float<T>(y[r]);
+          if (row + r < a.rows) static_cast<T *>(a.y)[(row + r) * a.y_stride + (below ? a.outputs : 0) + column] = from_float<T>(y[r]);
     }
-    if (tile + static_cast<int>(gridDim.y) < a.tiles) {
+  };
+  for (int tile = blockIdx.y; tile < of_both; tile += gridDim.y, ++turns) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[n][i] = 0.f;
+    if (tile >= a.tiles) {
+      multiply_below(tile);
+    } else {
+      for (int chunk = 0; chunk < chunks; chunk += 2) {
+        step(chunk, std::integral_constant<int, 0>());
+        if (chunk + 1 < chunks) step(chunk + 1, std::integral_constant<int, 1>());
+      }
+      wgmma::wait<0>();
+      wgmma::hold(acc[0]);
+      wgmma::hold(acc[1]);
+      if (chunks > 0) {
+        if (chunks % 2) add(acc[0], scale[0]);
+        else add(acc[1], scale[1]);
+      }
+    }
+
+    // The sums of the turn before have met beside these products. These are sent when all of the cluster have read those.
+    if (turns > 0) {
+      finish(tile - gridDim.y, turns - 1);
       __syncwarp();
       if (lane < 1 << a.cluster_shift) ptx::barrier_arrive_at(empty, lane);
     }
+    if (tid == 0) ptx::barrier_expect(full, kGroups * kSums);
+    if (turns > 0) ptx::barrier_wait_cluster(empty, (turns - 1) & 1);
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const int to = n >> own_shift;
+      const uint32_t there = ptx::cluster_address(
+          shared + meet + (((part << own_shift) + n - (to << own_shift)) * kTile + warp * 16 + g) * 32 + t * 8, to);
+      const uint32_t barrier_there = ptx::cluster_address(full, to);
+      store_async_2(there, sum[n][0], sum[n][1], barrier_there);
+      store_async_2(there + 8 * 32, sum[n][2], sum[n][3], barrier_there);
+    }
   }
+  if (turns > 0) finish(blockIdx.y + (turns - 1) * gridDim.y, turns - 1);
 }
 
 }  // namespace many

@@ -81,7 +81,7 @@ int run_many(const gdn_scaled_params &p, const gdn_linear_options &o, cudaStream
   return in_parts(p, GDN_SCALED_FEW_ROWS, [&](const gdn_scaled_params &part) { return run(part, o, stream); });
 }
 
-// Without the rows below.
+// Without rows below.
 int run(const gdn_scaled_params &p, const gdn_linear_options &o, cudaStream_t stream) {
   if (p.rows == 0 || p.outputs == 0) return GDN_OK;
   const bool e4m3 = p.scales.ptr != nullptr;
@@ -133,13 +133,18 @@ int run_with_below(const gdn_scaled_params &p, const gdn_linear_options &o, cuda
   below.y = static_cast<char *>(p.y) + int64_t{2} * p.outputs;
   below.outputs = p.outputs_below;
   bool done = false;
-  if (!o.warps)
+  if (p.rows > GDN_SCALED_FEW_ROWS) {
+    if (const int status = launch_many(p, o, stream); status != GDN_BAD_ALGO) return status;
+  } else if (!o.warps) {
     if (const int status = run_pair(p, below, stream, &done); status || done) return status;
+  }
   // The small product first: while it waits for x and runs, the bytes of the large one are being loaded.
   if (p.overlap) below.overlap = GDN_OVERLAP | GDN_OVERLAP_NEXT;
   const auto part_of_below = [&](const gdn_linear_params &part) { return gdn_linear(&part, stream); };
   if (const int status = in_parts(below, GDN_LINEAR_ROWS, part_of_below)) return status;
-  return run(p, o, stream);
+  gdn_scaled_params above = p;
+  above.outputs_below = 0;
+  return run(above, o, stream);
 }
 
 }  // namespace

@@ -66,7 +66,7 @@ def cases():
     options = [dict(ties=True), dict(ties=True, experts=33, k=16), dict(favour=5), dict(favour=15, k=1), dict(experts=1000, k=16, hidden=64),
                dict(experts=512, k=10, shared=0), dict(hidden=2112, inner=64), dict(hidden=4096), dict(hidden=2048, inner=512, shared=512),
                dict(inner=320, shared=576), dict(scale=20.0)]
-    for tokens in (1, 2, 7, 8, 9, 32, 33, 64, 150):
+    for tokens in (1, 2, 7, 8, 9, 32, 33, 64, 128, 150):
         broken = [dict(broken=(0,)), dict(broken=(tokens - 1,)), dict(broken=tuple(range(tokens))),
                   dict(broken=(tokens // 2,), shared=128, normalise=False)]
         yield from algos_of(every([*options, *broken], tokens=tokens, io=IO))
@@ -77,13 +77,15 @@ def models():
     sizes = dict(hidden=2048, inner=512, shared=512, ways=REPEATED)
     yield from drawn(every(rows("experts k", (256, 8), (512, 10)), tokens=[1, 2, 4, 8, 16, 31, 32, 33, 64, 65, 96, 512, 2048], **sizes),
                             router=("bf16", "f32"))
-    yield from every(tokens=[1, 2, 8, 32, 33, 512], experts=512, k=10, e4m3=128, **sizes)
+    yield from every(tokens=[1, 2, 8, 32, 33, 128, 512], experts=512, k=10, e4m3=128, **sizes)
     yield from every(tokens=[1, 2, 8, 16], experts=256, k=8, packed=PACKED[3], **sizes)
 
 
 def e4m3():
     yield from drawn(algos_of(every([*SIZES, dict(experts=8, k=2, hidden=2112, inner=64, shared=64)],
-                                           tokens=[*range(1, 18), 31, 32, 33, 64, 100, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1))
+                                           tokens=[*range(1, 18), 31, 32, 33, 64, 100, 128, 129, 257], io=IO)), gaps=GAPS, e4m3=(128, 64, 16, 1))
+    # x of two blocks a multiprocessor in shared memory, and x that has no place there.
+    yield from every(hidden=[4096, 8192], experts=8, k=2, inner=64, shared=64, tokens=[1, 9, 33], io=IO, e4m3=16)
     # Tiles of 64, 128, 192 and 256 rows, whole and not, of experts with few and with many rows.
     yield from drawn(every([*SIZES, dict(experts=9, k=2, hidden=2112, inner=64, shared=64)], tokens=[190, 300, 700, 830, 1100, 1400], io=IO),
                      gaps=GAPS, e4m3=(128, 64, 16, 1), broken=((), (3,), ()))
@@ -160,7 +162,7 @@ def times(args):
     sizes = every(rows("experts k", (256, 8), (512, 10)), hidden=2048, inner=512, shared=512, router="bf16")
     return [("few tokens, bf16", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64], algo=[MOE_FEW, MOE_MANY])),
             ("many tokens, bf16", moe, every(sizes, tokens=[128, 512, 2048, 8192])),
-            ("experts in e4m3", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 8192], e4m3=128)),
+            ("experts in e4m3", moe, every(sizes, tokens=[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192], e4m3=128)),
             ("packed experts", moe, [case for types in PACKED[:4] for case in every(sizes, tokens=[1, 2, 4, 8, 16], packed=types)])]
 
 

@@ -151,6 +151,7 @@ def check_status(lib, args):
 def times(args):
     table = lambda shapes, rows, more, **kinds: every(rows=rows, shape=shapes, cut=[(0, 0, 0, 0), *(more if args.sweep else [])], **kinds)
     return [("e4m3", stored, table(SHAPES, [1, 2, 4, 8, 16], cuts())), ("e4m3, many rows", stored, table(SHAPES, [32, 64], cuts_of_many())),
+            ("e4m3, the gates' 64 rows below", stored, every(rows=[1, 8, 32, 64], shape=(2048, 12352), below=64)),
             ("SwiGLU", stored, table(SWIGLU_SHAPES, [1, 2, 4, 8], cuts(True), swiglu=True, block=[0, 128]))]
 
 

@@ -1,5 +1,6 @@
 """A mixture of experts for check_moe.py: its definition in float64, a case, and its launches."""
 import math
+import os
 
 import reference
 import torch
@@ -38,6 +39,17 @@ def mlp(x, gate_up, down, rounded=None):
     return (h if rounded is None else h.to(rounded).double()) @ down.double().T
 
 
+def streams(c):
+    """Whether the kernels take weights in e4m3 as they are: for few tokens, and for few rows of each expert, where shared memory has room."""
+    room = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    room = min(room, int(os.environ.get("CANDLE_GDN_CUDA_SHARED_LIMIT", room)))
+    sums = 1280 * c.tokens + 16 * (1 + c.tokens * (c.k + (c.shared > 0)))
+    if c.algo == MOE_FEW or (c.algo == MOE_AUTO and c.tokens <= MOE_FEW_TOKENS and sums <= room):
+        return True
+    rows_of = lambda inputs: 32 * (2 * inputs + 16 + 4 * -(-inputs // 128))
+    return c.tokens * c.k // c.experts <= 20 and rows_of(c.hidden) + 81920 <= room and rows_of(max(c.inner, c.shared)) <= room
+
+
 class Case:
     """`favour`: an expert that all tokens take. `ties`: a router of few distinct rows, whose logits are equal. `e4m3`: rows of a block of
     the weights' scales. `packed`: the ggml types of WEIGHTS; pack() packs them. `broken`: tokens with a NaN in x."""
@@ -62,7 +74,7 @@ class Case:
         self.router_parts = parts_of(self.router)
         self.stored, self.blocks = {}, {}
         self.packed = dict(zip(WEIGHTS, packed or ()))
-        exact = algo == MOE_FEW or (algo == MOE_AUTO and tokens <= MOE_FEW_TOKENS)
+        exact = streams(self) if e4m3 else None
 
         def weight(name, *shape):
             if packed:

@@ -7,7 +7,7 @@ candle_gdn_core::c_header! {
     "gdn_moe.h";
     constants {
         pub(crate) GDN_MOE_AUTO: i32 = 0;
-        pub(crate) GDN_MOE_FEW_TOKENS: usize = 64;
+        pub(crate) GDN_MOE_FEW_TOKENS: usize = 128;
         pub(crate) GDN_MOE_EXPERTS: usize = 1024;
         pub(crate) GDN_MOE_TOP_K: usize = 16;
         pub(crate) GDN_MOE_PACKED_TOKENS: usize = 16;
