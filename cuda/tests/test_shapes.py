@@ -105,7 +105,7 @@ def products():
 
 def experts():
     for (hidden, inner, shared), tokens, io in itertools.product([(2048, 512, 512), (2048, 512, 0), (3072, 1024, 1024), (4096, 1024, 1024), (1024, 256, 256)],
-                                                                 [1, 2, 3, 6, 16, 17, 48, 49, 64, 65, 2048, 8192], ["bf16", "f16"]):
+                                                                 [1, 2, 3, 6, 16, 17, 48, 49, 64, 65, 128, 129, 512, 2048, 8192], ["bf16", "f16"]):
         fields = dict(x=FAR, router=FAR, gate_up=FAR, down=FAR, shared_gate_up=FAR, shared_down=FAR, y=FAR, x_stride=hidden, y_stride=hidden,
                       tokens=tokens, hidden=hidden, num_experts=256, top_k=8, inner=inner, shared_inner=shared, io_dtype=CODES[io], router_parts=3, overlap=1)
         yield "gdn_moe", struct("gdn_moe_params", **fields)
