@@ -23,7 +23,7 @@ class Figures(unittest.TestCase):
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
     def test_our_rows_are_of_one_commit(self):
-        """And those of whole models, which hold more than the rule and its layer."""
+        """Rows of whole models have a commit of their own, which may have changed other kernels than those of the layer."""
         for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
             heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
             ours = df[(df.contender == figures.frame.CRATE) & ~df.suite.str.startswith("harness-")]

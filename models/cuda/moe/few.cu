@@ -37,8 +37,8 @@ template <typename T, typename W> int run_experts(const gdn_moe_params &p, const
     const int64_t bytes = config.shared_bytes + int64_t{kWarps} * HeldRows::bytes(gate_up_slice<W>(p.hidden), p.tokens < kGroup ? p.tokens : kGroup);
     int of_sm = 0;
     if (const int status = shared_of_sm(&of_sm)) return status;
-    const int64_t fit = of_sm / (bytes + 1024);
-    kept = fit > 1;    // else x leaves too few warps
+    const int64_t fit = of_sm / (bytes + 1024);    // the device keeps 1 KB for each block
+    kept = fit > 1;                                // with one block there would be too few warps
     if (kept) config.shared_bytes = bytes;
     if (kept && fit < resident) resident = fit;
   }

@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(32 * Stored<W>::kWarps, 16 / Stored<W>::kWarps
   const int x_part = first * kXBytes + t * (kXBytes / 8);
   const int each = a.inner / kOutputs, shared_each = a.shared_inner / kOutputs;
   const int routed_tiles = table.routed * each, tiles = routed_tiles + (table.groups - table.routed) * shared_each;
-  // Of several tokens a block has tiles in a row. One token's x is that of all groups: then the last tiles, those of the shared expert whose weights may be
-  // in L2, come second.
+  // With several tokens a block takes neighbouring tiles. With one token all groups have the same x, and a block's second tile is one of the last: those are of the
+  // shared expert, whose weights may be in L2.
   const bool one = a.tokens == 1;
   const int blocks = gridDim.x, block = blockIdx.x, begin = one ? block : tiles / blocks * block + min(tiles % blocks, block);
   const int end = one ? tiles : begin + tiles / blocks + (block < tiles % blocks), next_tile = one ? blocks : 1;

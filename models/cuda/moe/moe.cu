@@ -19,7 +19,7 @@ bool may_be_few(const gdn_moe_params &p) {
   return p.algo == GDN_MOE_FEW || (p.algo == GDN_MOE_AUTO && p.tokens <= most);
 }
 
-// The device may have too little shared memory for the sums of so many tokens.
+// The device may have too little shared memory for the sums of so many tokens: then GDN_MOE_AUTO takes the way of many.
 int choose_algo(const gdn_moe_params &p, bool *few) {
   *few = may_be_few(p);
   if (!*few || p.quantized) return GDN_OK;
@@ -177,7 +177,7 @@ extern "C" int gdn_moe(const gdn_moe_params *params, cudaStream_t stream) { retu
 extern "C" int gdn_moe_workspace(const gdn_moe_params *params, int64_t *bytes) {
   if (!params || !bytes) return GDN_NULL_POINTER;
   if (const int status = gdn::moe::check_sizes(*params)) return status;
-  // On any device.
+  // What any device may need: see choose_algo().
   *bytes = 0;
   for (const bool few : {false, true}) {
     gdn::moe::Args args = {};

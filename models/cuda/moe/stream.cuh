@@ -21,7 +21,7 @@ constexpr __host__ __device__ int stream_rows_bytes(int inputs) { return kStream
 constexpr int kStreamSums = 2 * kStreamWarps * kStreamRows * kColumn * 4;    // of two items
 constexpr __host__ __device__ int64_t stream_gate_up_shared(int hidden) { return int64_t{stream_rows_bytes(hidden)} + kStreamSums; }
 
-// Items of all tiles in a row: a block has some of them in a row, most of one tile or two, whose rows it reads once.
+// The items of all tiles, one after the other. A block takes neighbouring items, so it reads the rows of a tile once for many of them.
 struct StreamItems {
   int routed, each, shared_each;    // tiles of routed experts; items of a tile
   int item, end;

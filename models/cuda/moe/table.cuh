@@ -14,10 +14,11 @@ __device__ __forceinline__ int group_first(uint32_t group) { return group >> 4 &
 __device__ __forceinline__ int group_rows(uint32_t group) { return group & 15; }
 static_assert(kTableRows <= 0x1000, "a group's first row has 12 bits");
 
-// Tokens that a block of table_kernel chooses for, a warp each. Eight warps choose faster than 32, which the sum over blocks costs for up to 16.
+// Tokens that a block of table_kernel chooses for, a warp each. Several blocks of eight warps choose faster than one of 32, but must wait for one
+// another, which up to 16 tokens do not pay for.
 inline int table_tokens(int tokens) { return tokens <= 16 ? 16 : 8; }
 
-// The table of few tokens. A warp has a token; in the last block to have chosen, then, a thread an expert.
+// The table of few tokens. A warp makes the choice of a token. The block that is the last to have chosen makes the table, a thread for each expert.
 static __global__ void __launch_bounds__(kSortThreads) table_kernel(const __grid_constant__ Args a, int each) {
   constexpr int kWords = (GDN_MOE_FEW_TOKENS + 31) / 32;
   __shared__ uint32_t takers[kWords][GDN_MOE_EXPERTS];    // a bit a token

@@ -138,7 +138,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
   start_tile();
 #pragma unroll
   for (int i = 0; i < kStages; ++i) fetch();
-  // Tiles of the rows below are the last ones. This warp's rows of one, in L2 when their turn comes.
+  // The last tiles are of the rows below. If this block has one, its weights come into L2 meanwhile.
   const int of_both = a.tiles + a.tiles_below, tile_below = a.tiles + (gridDim.y + blockIdx.y - a.tiles % gridDim.y) % gridDim.y;
   const auto row_below = [&](int tile, int r) {
     const int row = ((tile - a.tiles) * static_cast<int>(blockDim.z) + threadIdx.z) * kTile + warp * 16 + r;
@@ -237,7 +237,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       }
     }
   };
-  // The rows below have no scales, and 32 bytes where those have 16: two pieces of 16 bytes of each row.
+  // The rows below have no scales. A lane's 16 inputs are 32 bytes of a row, two pieces of 16.
   const auto multiply_below = [&](int tile) {
     const char *from[2] = {row_below(tile, g) + t * 32, row_below(tile, g + 8) + t * 32};
     uint4 w[2][2];
@@ -319,7 +319,7 @@ template <typename T> __global__ void __launch_bounds__(kThreads, 1) many_kernel
       }
     }
 
-    // The sums of the turn before have met beside these products. These are sent when all of the cluster have read those.
+    // The sums of the turn before have met beside these products. The new sums are sent when all blocks of the cluster have read the old ones.
     if (turns > 0) {
       finish(tile - gridDim.y, turns - 1);
       __syncwarp();

@@ -39,15 +39,21 @@ def mlp(x, gate_up, down, rounded=None):
     return (h if rounded is None else h.to(rounded).double()) @ down.double().T
 
 
-def streams(c):
+TILES_OF_32_ROWS = 102400       # bytes of shared memory; where there are fewer, tiles have 64 rows
+SUMS_OF_A_TOKEN = 16 * 20 * 4   # in down_kernel, of 16 warps
+SUMS_OF_TWO_ITEMS = 81920       # in stream_gate_up_kernel
+
+
+def takes_exact_numbers(c):
     """Whether the kernels take weights in e4m3 as they are: for few tokens, and for few rows of each expert, where shared memory has room."""
     room = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
     room = min(room, int(os.environ.get("CANDLE_GDN_CUDA_SHARED_LIMIT", room)))
-    sums = 1280 * c.tokens + 16 * (1 + c.tokens * (c.k + (c.shared > 0)))
-    if c.algo == MOE_FEW or (c.algo == MOE_AUTO and c.tokens <= MOE_FEW_TOKENS and sums <= room):
+    of_few = SUMS_OF_A_TOKEN * c.tokens + 16 * (1 + c.tokens * (c.k + (c.shared > 0)))
+    if c.algo == MOE_FEW or (c.algo == MOE_AUTO and c.tokens <= MOE_FEW_TOKENS and of_few <= room):
         return True
     rows_of = lambda inputs: 32 * (2 * inputs + 16 + 4 * -(-inputs // 128))
-    return c.tokens * c.k // c.experts <= 20 and rows_of(c.hidden) + 81920 <= room and rows_of(max(c.inner, c.shared)) <= room
+    of_stream = max(rows_of(c.hidden) + SUMS_OF_TWO_ITEMS, rows_of(max(c.inner, c.shared)), TILES_OF_32_ROWS)
+    return c.tokens * c.k // c.experts <= 20 and of_stream <= room
 
 
 class Case:
@@ -74,7 +80,7 @@ class Case:
         self.router_parts = parts_of(self.router)
         self.stored, self.blocks = {}, {}
         self.packed = dict(zip(WEIGHTS, packed or ()))
-        exact = streams(self) if e4m3 else None
+        exact = takes_exact_numbers(self) if e4m3 else None
 
         def weight(name, *shape):
             if packed:
