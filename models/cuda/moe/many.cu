@@ -63,7 +63,7 @@ template <typename T, typename W> int run_wide(const gdn_moe_params &p, const Ar
 
 // Where both kernels' tiles of rows have place.
 bool can_stream(const gdn_moe_params &p, const Args &args, int optin) {
-  return stream_gate_up_shared(p.hidden) <= optin && stream_rows_bytes(args.h_stride) <= optin;
+  return stream_gate_up_shared(p.hidden) <= optin && stream_down_shared(args.h_stride) <= optin;
 }
 
 template <typename T> int run_stream(const gdn_moe_params &p, const Args &args, LaunchConfig config, int optin) {
@@ -73,7 +73,7 @@ template <typename T> int run_stream(const gdn_moe_params &p, const Args &args, 
   config.block = dim3(kStreamThreads);
   config.shared_bytes = stream_gate_up_shared(p.hidden);
   if (const int status = launch_allowed<stream_gate_up_kernel<T>>(config, optin, args)) return status;
-  config.shared_bytes = stream_rows_bytes(args.h_stride);
+  config.shared_bytes = stream_down_shared(args.h_stride);
   return launch_allowed<stream_down_kernel<T>>(config, optin, args);
 }
 

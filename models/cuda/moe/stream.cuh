@@ -15,11 +15,11 @@ constexpr int kTeams = 4;             // of gate_up: each has 8 outputs, and its
 constexpr int kTeamWarps = kStreamWarps / kTeams;
 constexpr int kStreamOutputs = 16 * kStreamWarps;    // of down, of an item
 
-// Bytes of a row in shared memory (see HeldRows), and of a tile's rows with the factors [chunks, kStreamRows] behind them.
+// Bytes of a row in shared memory: see HeldRows.
 constexpr __host__ __device__ int stream_row_bytes(int inputs) { return 2 * inputs + 16; }
-constexpr __host__ __device__ int stream_rows_bytes(int inputs) { return kStreamRows * (stream_row_bytes(inputs) + (inputs + 127) / 128 * 4); }
 constexpr int kStreamSums = 2 * kStreamWarps * kStreamRows * kColumn * 4;    // of two items
-constexpr __host__ __device__ int64_t stream_gate_up_shared(int hidden) { return int64_t{stream_rows_bytes(hidden)} + kStreamSums; }
+constexpr __host__ __device__ int64_t stream_gate_up_shared(int hidden) { return int64_t{kStreamRows} * stream_row_bytes(hidden) + kStreamSums; }
+constexpr __host__ __device__ int64_t stream_down_shared(int widest) { return int64_t{kStreamRows} * stream_row_bytes(widest); }
 
 // The items of all tiles, one after the other. A block takes neighbouring items, so it reads the rows of a tile once for many of them.
 struct StreamItems {
@@ -41,14 +41,10 @@ struct StreamItems {
   }
 };
 
-// Rows beside e4m3 are in f16, those in bf16 converted.
-template <typename T> constexpr bool kConverted = std::is_same_v<T, __nv_bfloat16>;
-
-// Uses up chunk d, of which `live` units are there, beside `rows` rows of x in shared memory and the factors of this lane's. Each chunk has sums of its own,
-// which its scale multiplies.
+// Uses up chunk d, of which `live` units are there, beside `rows` rows of x in shared memory. Each chunk has sums of its own, which its scale multiplies.
 template <typename T>
-__device__ __forceinline__ void multiply_rows(float (&sum)[kStreamRows / 8][4], const Weights<E4m3, kStreamChunks> &weights, const char *x, int row_bytes,
-                                              const float2 *factors, int rows, int d, int live) {
+__device__ __forceinline__ void multiply_rows(float (&sum)[kStreamRows / 8][4], const Weights<E4m3, kStreamChunks> &weights, const char *x, int row_bytes, int rows,
+                                              int d, int live) {
   constexpr int kTiles = kStreamRows / 8;
   float block[kTiles][4] = {};
 #pragma unroll
@@ -61,30 +57,26 @@ __device__ __forceinline__ void multiply_rows(float (&sum)[kStreamRows / 8][4], 
         uint32_t pairs0[2][2], pairs8[2][2];
 #pragma unroll
         for (int word = 0; word < 2; ++word) {
-          e4m3_pairs<__half>(words0[2 * i + word], pairs0[word]);
-          e4m3_pairs<__half>(words8[2 * i + word], pairs8[word]);
+          e4m3_pairs<T>(words0[2 * i + word], pairs0[word]);
+          e4m3_pairs<T>(words8[2 * i + word], pairs8[word]);
         }
 #pragma unroll
         for (int n = 0; n < kTiles; ++n)
           if (8 * n < rows) {
             const uint4 b = *reinterpret_cast<const uint4 *>(x + 8 * n * row_bytes + d * Stored<E4m3>::kXBytes + scaled_piece(half, i));
-            ptx::mma16816<__half>(block[n], pairs0[0][0], pairs8[0][0], pairs0[0][1], pairs8[0][1], b.x, b.y);
-            ptx::mma16816<__half>(block[n], pairs0[1][0], pairs8[1][0], pairs0[1][1], pairs8[1][1], b.z, b.w);
+            ptx::mma16816<T>(block[n], pairs0[0][0], pairs8[0][0], pairs0[0][1], pairs8[0][1], b.x, b.y);
+            ptx::mma16816<T>(block[n], pairs0[1][0], pairs8[1][0], pairs0[1][1], pairs8[1][1], b.z, b.w);
           }
       }
     }
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
-    if (8 * n < rows) {
-      const float2 factor = kConverted<T> ? factors[(d * kStreamRows + 8 * n) / 2] : make_float2(1.f, 1.f);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) sum[n][i] = fmaf(weights.scale[d][i / 2], block[n][i] * (i % 2 ? factor.y : factor.x), sum[n][i]);
-    }
+    for (int i = 0; i < 4; ++i) sum[n][i] = fmaf(weights.scale[d][i / 2], block[n][i], sum[n][i]);
 }
 
 // A tile's rows into shared memory, by all threads; row r begins at from(r).
-template <typename T, typename From>
-__device__ __forceinline__ void read_rows(unsigned char *shared, float *factors, int row_bytes, int rows, int pieces, const From &from) {
+template <typename From> __device__ __forceinline__ void read_rows(unsigned char *shared, int row_bytes, int rows, int pieces, const From &from) {
   __syncthreads();    // all have read the rows before these
   for (int r = threadIdx.x / 32; r < rows; r += kStreamWarps) {
     const char *row = from(r);
@@ -93,12 +85,6 @@ __device__ __forceinline__ void read_rows(unsigned char *shared, float *factors,
   }
   ptx::copy_async_commit();
   ptx::copy_async_wait<0>();
-  // A lane converts what it has copied.
-  if constexpr (kConverted<T>)
-    for (int r = threadIdx.x / 32; r < rows; r += kStreamWarps) {
-      uint4 *row = reinterpret_cast<uint4 *>(shared + r * row_bytes);
-      half_of_row([&](int i) { return row[i]; }, row, factors + r, kStreamRows, pieces, threadIdx.x % 32, 32);
-    }
   __syncthreads();
 }
 
@@ -108,8 +94,7 @@ template <typename T> __global__ void __launch_bounds__(kStreamThreads, 1) strea
   const int tid = threadIdx.x, lane = tid % 32, g = lane >> 2, t = lane & 3, team = tid / (32 * kTeamWarps), warp = tid / 32 % kTeamWarps;
   const int x_row = stream_row_bytes(a.hidden);
   float(*partial)[kTeams][kTeamWarps][kStreamRows * kColumn] =
-      reinterpret_cast<float(*)[kTeams][kTeamWarps][kStreamRows * kColumn]>(shared_bytes + stream_rows_bytes(a.hidden));
-  float *factors = reinterpret_cast<float *>(shared_bytes + kStreamRows * x_row);
+      reinterpret_cast<float(*)[kTeams][kTeamWarps][kStreamRows * kColumn]>(shared_bytes + kStreamRows * x_row);
   ptx::grid_dependency_wait();
   ptx::grid_dependency_launch();
 
@@ -158,23 +143,21 @@ template <typename T> __global__ void __launch_bounds__(kStreamThreads, 1) strea
     if (at != held) {
       held = at;
       const bool shared = tile.expert == a.experts;
-      read_rows<T>(shared_bytes, factors, x_row, rows, a.hidden / 8, [&](int r) {
+      read_rows(shared_bytes, x_row, rows, a.hidden / 8, [&](int r) {
         const int token = shared ? row + r - a.tokens * a.top_k : a.token_of_row[row + r];
         return static_cast<const char *>(a.x) + token * (a.x_stride * static_cast<int64_t>(sizeof(T)));
       });
     }
     float sum[kStreamRows / 8][4] = {};
     const char *x = reinterpret_cast<const char *>(shared_bytes) + g * x_row + first * Stored<E4m3>::kXBytes + t * (Stored<E4m3>::kXBytes / 8);
-    const float2 *x_factors = reinterpret_cast<const float2 *>(factors + first * kStreamRows) + t;
     for (int left = live; left > live - 2 * slice; left -= 2 * kStreamChunks) {    // as often in every warp
       advance();
 #pragma unroll
       for (int d = 0; d < kStreamChunks; ++d) {
-        if (2 * d < left) multiply_rows<T>(sum, weights, x, x_row, x_factors, rows, d, left - 2 * d);
+        if (2 * d < left) multiply_rows<T>(sum, weights, x, x_row, rows, d, left - 2 * d);
         weights.fetch(d);
       }
       x += kStreamChunks * Stored<E4m3>::kXBytes;
-      x_factors += kStreamChunks * kStreamRows / 2;
     }
 
     // The sums of the team's warps meet, in the order of the inputs. One barrier: those of the last item lie elsewhere.
@@ -203,7 +186,6 @@ template <typename T> __global__ void __launch_bounds__(kStreamThreads, 1) strea
 template <typename T> __global__ void __launch_bounds__(kStreamThreads, 1) stream_down_kernel(const __grid_constant__ Args a) {
   extern __shared__ __align__(16) unsigned char shared_bytes[];
   const int tid = threadIdx.x, lane = tid % 32, g = lane >> 2, t = lane & 3, warp = tid / 32, h_row = stream_row_bytes(a.h_stride);
-  float *factors = reinterpret_cast<float *>(shared_bytes + kStreamRows * h_row);
   // NOTES: the tiles are older than the kernel before this one, and that one has waited for them. So the weights are under way before the wait.
   const int each = (a.hidden + kStreamOutputs - 1) / kStreamOutputs;
   StreamItems items(a, each, each);
@@ -250,21 +232,18 @@ template <typename T> __global__ void __launch_bounds__(kStreamThreads, 1) strea
     const int row = tile.first, rows = tile.rows, to = output, units = left;
     if (at != held) {
       held = at;
-      read_rows<T>(shared_bytes, factors, h_row, rows, units * 8,
-                   [&](int r) { return static_cast<const char *>(a.h) + (row + r) * (a.h_stride * static_cast<int64_t>(sizeof(T))); });
+      read_rows(shared_bytes, h_row, rows, units * 8, [&](int r) { return static_cast<const char *>(a.h) + (row + r) * (a.h_stride * static_cast<int64_t>(sizeof(T))); });
     }
     float sum[kStreamRows / 8][4] = {};
     const char *h = reinterpret_cast<const char *>(shared_bytes) + g * h_row + t * (Stored<E4m3>::kXBytes / 8);
-    const float2 *h_factors = reinterpret_cast<const float2 *>(factors) + t;
     for (int here = units; here > 0; here -= 2 * kStreamChunks) {
       advance();
 #pragma unroll
       for (int d = 0; d < kStreamChunks; ++d) {
-        if (2 * d < here) multiply_rows<T>(sum, weights, h, h_row, h_factors, rows, d, here - 2 * d);
+        if (2 * d < here) multiply_rows<T>(sum, weights, h, h_row, rows, d, here - 2 * d);
         weights.fetch(d);
       }
       h += kStreamChunks * Stored<E4m3>::kXBytes;
-      h_factors += kStreamChunks * kStreamRows / 2;
     }
     if (to >= a.hidden) continue;
     // Turned, so that a lane has two outputs of one row.

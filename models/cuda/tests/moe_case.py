@@ -51,7 +51,7 @@ def takes_exact_numbers(c):
     of_few = SUMS_OF_A_TOKEN * c.tokens + 16 * (1 + c.tokens * (c.k + (c.shared > 0)))
     if c.algo == MOE_FEW or (c.algo == MOE_AUTO and c.tokens <= MOE_FEW_TOKENS and of_few <= room):
         return True
-    rows_of = lambda inputs: 32 * (2 * inputs + 16 + 4 * -(-inputs // 128))
+    rows_of = lambda inputs: 32 * (2 * inputs + 16)
     of_stream = max(rows_of(c.hidden) + SUMS_OF_TWO_ITEMS, rows_of(max(c.inner, c.shared)), TILES_OF_32_ROWS)
     return c.tokens * c.k // c.experts <= 20 and of_stream <= room
 
