@@ -153,7 +153,7 @@ def errors(contender, work, case, variant=""):
     if work.suite == "projections":
         return {"o": contender.projections_error(case)}, ""
     o, state = case.result()
-    want = case.math if work.suite == "layer" else reference.packed_recurrence(*case.math, work.lens, work.k ** -0.5)
+    want = case.math if work.suite == "layer" else reference.packed_chunks(*case.math, work.lens, work.k ** -0.5)
     found = {"o": reference.relative(o, want[0]), "state": reference.relative(state, want[1])}
     if not work.suite.startswith("contest"):
         return found, ""

@@ -82,7 +82,7 @@ def cumulative(work, dtype, device):
 class Case:
     """A contender ready to run one workload.
 
-    `calls`: one a set of buffers. `math`: what the rule sees of set 0, the arguments q .. state of `packed_recurrence`;
+    `calls`: one a set of buffers. `math`: what the rule sees of set 0, the arguments q .. state of `packed_chunks`;
     the state as it is before the first call. `result()`: o [token, HV, V] and the final state [sequence, HV, V, K] that
     the last call of set 0 left.
     """

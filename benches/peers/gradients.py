@@ -3,7 +3,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from data import BF16
-from reference import log_decay, packed_recurrence, relative, unit
+from reference import log_decay, packed_chunks, relative, unit
 from workloads import Workload
 
 # Gradients of what a kernel reads: raw inputs, or normalised q and k with ready gates.
@@ -44,7 +44,7 @@ def exact(names, inputs, d_out, d_state, lens, beta_scale=1.0):
             q, k, g, beta = unit(q), unit(k), log_decay(a, a_log, dt_bias), beta_scale * b.sigmoid()
         else:
             q, k, v, g, beta, state = leaves
-        o, final = packed_recurrence(q, k, v, g, beta, state, list(lens), q.shape[-1] ** -0.5)
+        o, final = packed_chunks(q, k, v, g, beta, state, list(lens), q.shape[-1] ** -0.5)
         return torch.autograd.grad((o, final), leaves, (d_out.double(), d_state.double()))
 
 

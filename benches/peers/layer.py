@@ -3,7 +3,7 @@ from dataclasses import dataclass
 
 import torch
 from data import BF16
-from reference import conv, gated_norm, linear, log_decay, packed_recurrence, unit
+from reference import conv, gated_norm, linear, log_decay, packed_chunks, unit
 from workloads import DIM, HIDDEN, projection_widths
 
 # bf16 between the steps: an error of some 2^-9 at each of five.
@@ -64,6 +64,6 @@ def reference(work, d, state):
     y, _ = conv(d.conv_state[0].double(), qkv.view(n, length, -1), d.conv[0])
     q, k, v = y.reshape(work.tokens, -1).split([hk * DIM, hk * DIM, d.values], 1)
     heads = lambda x: x.unflatten(1, (-1, DIM))
-    o, state = packed_recurrence(unit(heads(q)), unit(heads(k)), heads(v), log_decay(a, d.a_log, d.dt_bias), b.sigmoid(), state[0],
+    o, state = packed_chunks(unit(heads(q)), unit(heads(k)), heads(v), log_decay(a, d.a_log, d.dt_bias), b.sigmoid(), state[0],
                     work.lens, DIM ** -0.5)
     return linear(gated_norm(o, heads(z), d.norm[0]).flatten(1), d.w_out[0]), state

@@ -207,7 +207,7 @@ class Contenders(unittest.TestCase):
 
     def rule(self, q, k, v, g, beta, state, lens, scale):
         """Of ready inputs, packed: o in bf16, states in f32."""
-        o, s = reference.packed_recurrence(q, k, v, g, beta, state, lens, scale)
+        o, s = reference.packed_chunks(q, k, v, g, beta, state, lens, scale)
         return o.bfloat16(), s.float()
 
     def raw_rule(self, q, k, v, a, b, state, lens, scale, l2norm, a_log, dt_bias):

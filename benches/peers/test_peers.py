@@ -152,7 +152,7 @@ class Reference(unittest.TestCase):
             x["k"][:] = x["k"][0]
         want = by_tokens(**x, lens=lens, options=(False, 0.0, k_dim ** -0.5, 1.0))
         g = reference.log_decay(x["a"], x["a_log"], x["dt_bias"])
-        got = reference.packed_recurrence(x["q"], x["k"], x["v"], g, x["b"].sigmoid(), x["state"], lens, k_dim ** -0.5)
+        got = reference.packed_chunks(x["q"], x["k"], x["v"], g, x["b"].sigmoid(), x["state"], lens, k_dim ** -0.5)
         for part, wanted in zip(got, want):
             self.assertLess(reference.relative(part, wanted), bound, (lens, hk, hv))
 
