@@ -32,14 +32,15 @@ pub enum Algo {
     /// repeat over hundreds of tokens without decay at beta near 2 they are not, as 16-bit operands do not suffice there,
     /// and [`Algo::Recurrent`] is the one to choose. In f16 what is made of the state, of v and of keys ends at 65,504.
     ChunkedSm80,
-    /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there.
+    /// `ChunkedSm80` with the instructions of compute capability 9.0, which no other device has: refused there, and where q, k or v
+    /// is broadcast (a stride of zero).
     ChunkedSm90,
     /// A step as one CUDA kernel, a block for each key head of a sequence. K = V = 128, or K 96 and V 192, and a convolution of
     /// width 4; rows of qkv, z and the convolution's state at multiples of four elements, the state and the convolution's weight at
-    /// multiples of 16 bytes, which `Auto` checks and this refuses.
+    /// multiples of 16 bytes, and shared memory for all tokens of a key head's value heads, which `Auto` checks and this refuses.
     StepWhole,
     /// A step as one CUDA kernel, several blocks for each value head: one token a sequence, at most four value heads a key
-    /// head (two of V 192), compute capability 9.0, the rest as for `StepWhole`.
+    /// head (two of V 192), gates in f32 or in qkv's dtype, offsets of 32 bits, compute capability 9.0, the rest as for `StepWhole`.
     StepSplit,
     /// A step as one CUDA kernel, a block for each value head: two to eight value heads a key head, compute capability 9.0,
     /// the rest as for `StepWhole`.

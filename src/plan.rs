@@ -27,7 +27,7 @@ const FUSED_DIMS: [(usize, usize); 2] = [(128, 128), (96, 192)];
 const FUSED_WIDTH: usize = 4;
 
 /// Whether a layer's call of at most `longest` tokens a sequence uses the step.
-pub fn takes_step(longest: usize, cuda: bool) -> bool {
+pub fn uses_step(longest: usize, cuda: bool) -> bool {
     longest <= if cuda { FUSED_TOKENS } else { STEP_TOKENS }
 }
 

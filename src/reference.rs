@@ -55,7 +55,7 @@ pub struct Inputs<'a> {
 /// which is updated in place.
 ///
 /// # Panics
-/// When a slice is shorter than its shape says.
+/// When q, k, v, a, b or the state has another length than its shape says, a_log or dt_bias is shorter than HV, or `cu_seqlens` is empty.
 pub fn gated_delta_rule(
     dims: Dims,
     constants: Constants,
@@ -110,7 +110,7 @@ pub struct Gradients {
 /// the final state (`d_state`). It keeps the state after every token.
 ///
 /// # Panics
-/// When a slice is shorter than its shape says.
+/// As [`gated_delta_rule`], and when `d_out` or `d_state` has another length than v or the state.
 pub fn gated_delta_rule_backward(
     dims: Dims,
     constants: Constants,

@@ -223,7 +223,7 @@ impl Checkpoint {
             (DraftHeadChoice::On, LoadFormat::Auto) if !is_here()? => {
                 bail!("--mtp on: {} has no draft head (mtp.*)", self.name())
             }
-            (DraftHeadChoice::On, _) => Ok(true),
+            _ => Ok(true),
         }
     }
 

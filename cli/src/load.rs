@@ -246,10 +246,10 @@ pub fn load_model(
     let matrices = args.quantize.map_or(String::new(), converted);
     device.synchronize()?;
     let seconds = start.elapsed().as_secs_f64();
-    let part = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
-    let bytes = weights(args, checkpoint, part.as_ref().unwrap_or(config), dtype, device.location())?;
+    let shard = rank.group.as_ref().map(|group| config.split(group.size())).transpose()?;
+    let bytes = weights(args, checkpoint, shard.as_ref().unwrap_or(config), dtype, device.location())?;
     let rate = bytes as f64 / 1e9 / seconds;
-    let each = if part.is_some() { " each" } else { "" };
+    let each = if shard.is_some() { " each" } else { "" };
     status!("loaded {random}{dtype:?} weights{adapter}{matrices} on {place} in {seconds:.2} s, {rate:.2} GB/s{each}");
     Ok(model)
 }

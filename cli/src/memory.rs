@@ -11,7 +11,9 @@ use anyhow::{bail, Result};
 use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn::{Algo, RingSpans};
-use candle_gdn_models::{quantized_cpu_bytes, DraftDepth, FfnKind, GgufFile, MixerKind, ModelConfig, StateLayout};
+use candle_gdn_models::{
+    quantized_cpu_bytes, DraftDepth, FfnKind, GgufFile, LoraAdapter, MixerKind, ModelConfig, StateLayout,
+};
 use free::free;
 
 /// Kernels and workspaces of libraries, on a GPU.
@@ -152,7 +154,11 @@ impl<'a> Run<'a> {
             false => 0,
         };
         let all = room.sequences.saturating_add(spare_states).saturating_add(room.snapshots) as u64;
-        let cache = sequence.total(room.max_len).saturating_mul(room.prefixes as u64).min(room.cache as u64);
+        // A state is there, within the budget, before others are dropped for it.
+        let (longest, budget) = (sequence.total(room.max_len), room.cache as u64);
+        let cache = longest.saturating_mul(room.prefixes as u64).min(budget.saturating_add(longest.min(budget)));
+        // The adapter's own numbers on the host, and a copy by each rank that adds them as it loads.
+        let adapter = checkpoint.lora().filter(|_| is_cpu).map_or(0, LoraAdapter::size_in_bytes);
         // Snapshots of one sequence share their keys and values.
         let caches = room.sequences.saturating_add(room.snapshots.min(1));
         // A pass that verifies drafts has the logits of each, and may have more rows than one that feeds prompts.
@@ -163,7 +169,7 @@ impl<'a> Run<'a> {
         let ranks = if is_cpu { self.ranks as u64 } else { 1 };
         let of_all = |bytes: u64| bytes.saturating_mul(ranks);
         Ok(Bytes {
-            weights: of_all(weights),
+            weights: of_all(weights.saturating_add(adapter)).saturating_add(adapter),
             states: of_all(states.saturating_mul(all).saturating_add(rings).saturating_add(cache)),
             kv: of_all(sequence.kv(room.max_len).saturating_mul(caches as u64)),
             working: of_all(if is_cpu {

@@ -136,9 +136,9 @@ impl Shared {
         family("prefix_hits_total", "counter", "Prompts that found a beginning.", &[("", prefixes.hits as f64)]);
         family("prefix_misses_total", "counter", "Prompts that found none.", &[("", prefixes.misses as f64)]);
         family("prefix_bytes", "gauge", "Bytes of the prefix cache, shared ones once.", &one(prefixes.bytes));
-        let by = [(",by=\"text\"", drafts.guessed as f64), (",by=\"head\"", head.drafted.iter().sum::<usize>() as f64)];
+        let by = [(",by=\"text\"", drafts.drafted as f64), (",by=\"head\"", head.drafted.iter().sum::<usize>() as f64)];
         family("drafts_total", "counter", "Tokens that were drafted.", &by);
-        let by = [(",by=\"text\"", drafts.right as f64), (",by=\"head\"", head.accepted.iter().sum::<usize>() as f64)];
+        let by = [(",by=\"text\"", drafts.accepted as f64), (",by=\"head\"", head.accepted.iter().sum::<usize>() as f64)];
         family("drafts_accepted_total", "counter", "Of these, that were right.", &by);
         text
     }

@@ -76,6 +76,7 @@ impl CausalLm {
 
 /// Whether the draft head of a checkpoint (`mtp.*`, multi-token prediction) is loaded.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DraftHeadChoice {
     /// Where the checkpoint has one.
     Auto,
@@ -147,8 +148,8 @@ impl<'a> Loader<'a> {
     /// the same order, each on a state or pool of its own, which holds its heads; logits are those of the whole, the same
     /// on all ranks. A model that cannot be divided so ([`ModelConfig::split`]) is an error when it is loaded.
     ///
-    /// The weights for [`load`](Self::load) are then what [`shard_of`](crate::shard_of) gives; files are given whole. Of matrices in
-    /// fp8 those parts stay so that have a multiple of 128 columns. A GGUF file is given whole: of each tensor the rank keeps
+    /// The weights for [`load`](Self::load) are then what [`shard_of`](crate::shard_of) gives; files are given whole. A shard
+    /// of a matrix in fp8 stays in fp8 if its columns are a multiple of 128. A GGUF file is given whole: of each tensor the rank keeps
     /// its rows or columns, quantised as they are. Only where its columns are not whole blocks of their type, as a K type's
     /// 256 values may not divide the width of a shard, they become [`Q8_0`](GgmlDType::Q8_0), or dense where 32 does not
     /// divide it either; [`CausalLm::other_types`] lists them.
@@ -178,7 +179,7 @@ impl<'a> Loader<'a> {
         let vb = read_once(vb);
         let vb = match &self.group {
             None => dequantized(vb, self.config.fp8.as_ref(), None, false),
-            // A part's were given scales when it was cut.
+            // `shard_of` has applied the scales of a shard.
             Some(_) => vb,
         };
         self.load_checkpoint(vb, None)
@@ -262,14 +263,14 @@ impl<'a> Loader<'a> {
         let lm_head = lm_head.pp("lm_head");
         let (mut whole, group) = (self.config.clone(), self.group);
         let mut remarks: Vec<String> = self.lora.and_then(LoraAdapter::remark).into_iter().collect();
-        let mut part = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
-        if whole.tie_word_embeddings && differ(part.as_ref().unwrap_or(&whole), &text, &lm_head, files)? {
+        let mut shard = group.as_ref().map(|group| whole.split(group.size())).transpose()?;
+        if whole.tie_word_embeddings && differ(shard.as_ref().unwrap_or(&whole), &text, &lm_head, files)? {
             remarks.push(
                 "tie_word_embeddings is true, but lm_head.weight is not the embedding: it is the head".to_string(),
             );
-            part.iter_mut().chain([&mut whole]).for_each(|config| config.tie_word_embeddings = false);
+            shard.iter_mut().chain([&mut whole]).for_each(|config| config.tie_word_embeddings = false);
         }
-        let config = part.as_ref().unwrap_or(&whole);
+        let config = shard.as_ref().unwrap_or(&whole);
         let (mut embeddings, tied) = Embeddings::load(config, &text)?;
         if group.is_some() {
             embeddings = embeddings.in_group()?;

@@ -100,7 +100,7 @@ impl ModelConfig {
     }
 
     /// The same where matrices in fp8 ([`ModelConfig::fp8`]) stay so, as on CUDA in 16 bits: a byte for each of their numbers,
-    /// and 4 for each block of 128 x 128, or 1 x 128 where each row has a scale. In parts (tensor parallelism) those stay that have
+    /// and 4 for each block of 128 x 128, or 1 x 128 where each row has a scale. A rank's shard stays in fp8 if it has
     /// whole blocks of columns.
     pub fn fp8_weight_bytes(&self, dtype: DType) -> u64 {
         let saved = (dtype.size_in_bytes() as u64).saturating_sub(1);

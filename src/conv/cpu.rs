@@ -49,7 +49,7 @@ impl<T: Element, W: Element> Conv<'_, T, W> {
         }
     }
 
-    /// The last `width - 1` inputs of the state at `from` and the new tokens together, to the state at `to`.
+    /// The last `width - 1` inputs of the state at `src` and the new tokens together, to the state at `dst`.
     fn shift(&self, n: usize, (src, dst): (usize, usize), state: &mut [T]) {
         let (first, tokens) = self.seqs.range(n);
         let (history, channels) = (self.width - 1, self.channels);

@@ -120,7 +120,7 @@ impl GatedDeltaNet {
     /// Checked tokens on slots: y, and what the projection gave.
     pub(super) fn run_slots(&self, x: &Tensor, call: Call<'_>) -> Result<(Tensor, Projected)> {
         // Equal lengths as a batch, for which the step has kernels of its own.
-        if let Some(len) = call.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.takes_step(*len, call)) {
+        if let Some(len) = call.cu_seqlens.and_then(CuSeqlens::uniform_len).filter(|len| self.uses_step(*len, call)) {
             let batch = x.dims()[0] / len;
             let p = self.project(&x.reshape((batch, len, x.dims()[1]))?, len, call.launch)?;
             let y = self.feed(&p, len, Call { cu_seqlens: None, ..call })?;
@@ -168,11 +168,11 @@ impl GatedDeltaNet {
 
     /// Whether calls of at most so many tokens a sequence use the step.
     pub(super) fn fuses(&self, longest: usize) -> bool {
-        plan::takes_step(longest, self.conv_weight.device().is_cuda())
+        plan::uses_step(longest, self.conv_weight.device().is_cuda())
     }
 
     /// Whether this call uses the step.
-    fn takes_step(&self, longest: usize, call: Call<'_>) -> bool {
+    fn uses_step(&self, longest: usize, call: Call<'_>) -> bool {
         self.fuses(longest) || call.drafts
     }
 
@@ -182,13 +182,13 @@ impl GatedDeltaNet {
         let mut launch = launched(launch, x, longest);
         // The layer's first launch waits for whatever wrote the weights, and so does every later one.
         launch.overlap &= self.launched.swap(true, Ordering::Relaxed);
-        let outputs = self.in_proj.forward(&self.config, &x.contiguous()?, &launch)?;
+        let outputs = self.in_proj.forward(OP, &self.config, &x.contiguous()?, &launch)?;
         Projected::new(&self.config, outputs, &self.a_log, &self.dt_bias)
     }
 
     /// What follows the projection, with y; `longest` is the most tokens of a sequence.
     fn feed(&self, p: &Projected, longest: usize, call: Call<'_>) -> Result<Tensor> {
-        if self.takes_step(longest, call) {
+        if self.uses_step(longest, call) {
             let launch = launched(call.launch, &p.z, longest);
             // Allocated before the step: a failure between it and the spans would leave rings that they do not describe.
             let none = match (call.ring, call.slots) {
@@ -197,7 +197,7 @@ impl GatedDeltaNet {
             };
             let y = self.step(p, call).launched(&launch).forward(&p.qkv, &p.z, &self.conv_weight)?;
             self.advance(longest, call, none.as_ref())?;
-            return self.out_proj.forward("out_proj", &y, self.config.hidden_size, &launch);
+            return self.out_proj.forward((OP, "out_proj"), &y, self.config.hidden_size, &launch);
         }
         let c = &self.config;
         let o = match (call.ring, call.slots) {
@@ -206,7 +206,7 @@ impl GatedDeltaNet {
         };
         self.advance(longest, call, None)?;
         let o = GatedRmsNorm::new(c.rms_norm_eps, c.output_gate)?.forward(&o, &p.z, &self.norm_weight)?;
-        self.out_proj.forward("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
+        self.out_proj.forward((OP, "out_proj"), &o.flatten_from(o.rank() - 2)?, c.hidden_size, call.launch)
     }
 
     /// [`Self::rule`] on states whose rings are flushed first.

@@ -99,8 +99,8 @@ impl GatedDeltaNet {
         let GdnParts { in_proj, conv_weight, a_log, dt_bias, norm_weight, out_proj } = parts;
         check_gpu(conv_weight.first().device())?;
         conv_weight.check(OP, config)?;
-        in_proj.check(config, conv_weight.first().device())?;
-        out_proj.check("out_proj", [config.hidden_size, config.value_size()], conv_weight.first().device())?;
+        in_proj.check(OP, config, conv_weight.first().device())?;
+        out_proj.check((OP, "out_proj"), [config.hidden_size, config.value_size()], conv_weight.first().device())?;
         let conv_weight = conv_weight.joined()?.detach().force_contiguous()?;
         // Before a call, as the last product of one would fail with the state already written.
         if let Some((dtype, _)) = out_proj.dtype_and_device() {

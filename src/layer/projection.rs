@@ -125,26 +125,32 @@ impl Projection {
     }
 
     /// `x [.., in]` to `[.., outputs]`.
-    pub(super) fn forward(&self, name: &str, x: &Tensor, outputs: usize, launch: &Launch) -> Result<Tensor> {
+    pub(super) fn forward(
+        &self,
+        (op, name): (&str, &str),
+        x: &Tensor,
+        outputs: usize,
+        launch: &Launch,
+    ) -> Result<Tensor> {
         let y = self.0.project(x, launch)?;
         let rank = x.rank() - 1;
         if y.dims().len() != rank + 1 || y.dims()[..rank] != x.dims()[..rank] || y.dims()[rank] != outputs {
             let want = [&x.dims()[..rank], &[outputs]].concat();
-            bail!("GatedDeltaNet: {name}: expected it to give shape {want:?}, got {:?}", y.dims());
+            bail!("{op}: {name}: expected it to give shape {want:?}, got {:?}", y.dims());
         }
         if y.dtype() != x.dtype() {
-            bail!("GatedDeltaNet: {name}: expected it to give dtype {:?} (x's), got {:?}", x.dtype(), y.dtype());
+            bail!("{op}: {name}: expected it to give dtype {:?} (x's), got {:?}", x.dtype(), y.dtype());
         }
         Ok(y)
     }
 
     /// The same for training: where x has a gradient the output has one. candle multiplies by a quantised matrix without, and
     /// without a word.
-    pub(super) fn forward_tracked(&self, name: &str, x: &Tensor, outputs: usize) -> Result<Tensor> {
-        let y = self.forward(name, x, outputs, &Launch::default())?;
+    pub(super) fn forward_tracked(&self, (op, name): (&str, &str), x: &Tensor, outputs: usize) -> Result<Tensor> {
+        let y = self.forward((op, name), x, outputs, &Launch::default())?;
         if x.track_op() && !y.track_op() {
             bail!(
-                "TrainableGatedDeltaNet: {name}: expected a projection with gradients, as its input is tracked for them, got an \
+                "{op}: {name}: expected a projection with gradients, as its input is tracked for them, got an \
                  output that is not tracked: candle's QMatMul of a quantised matrix has no backward pass; use a \
                  candle_nn::Linear of the dequantised matrix"
             );
@@ -153,16 +159,16 @@ impl Projection {
     }
 
     /// That sizes and device fit, where they are known.
-    pub(super) fn check(&self, name: &str, [outputs, inputs]: [usize; 2], device: &Device) -> Result<()> {
+    pub(super) fn check(&self, (op, name): (&str, &str), [outputs, inputs]: [usize; 2], device: &Device) -> Result<()> {
         match self.0.shape() {
             Some(got) if got != [outputs, inputs] => {
-                bail!("GatedDeltaNet: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
+                bail!("{op}: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
             }
             _ => {}
         }
         match self.0.dtype_and_device() {
             Some((_, own)) if !own.same_device(device) => bail!(
-                "GatedDeltaNet: {name}: expected a weight on {:?} (the convolution's device), got one on {:?}",
+                "{op}: {name}: expected a weight on {:?} (the convolution's device), got one on {:?}",
                 device.location(),
                 own.location()
             ),
@@ -239,9 +245,9 @@ pub enum InProjection {
 }
 
 impl InProjection {
-    pub(super) fn check(&self, c: &GdnConfig, device: &Device) -> Result<()> {
+    pub(super) fn check(&self, op: &str, c: &GdnConfig, device: &Device) -> Result<()> {
         let mut all = self.each(c).into_iter();
-        all.try_for_each(|(name, projection, outputs)| projection.check(name, [outputs, c.hidden_size], device))
+        all.try_for_each(|(name, projection, outputs)| projection.check((op, name), [outputs, c.hidden_size], device))
     }
 
     /// The first of the projections whose weight has a dtype that is known, and the dtype.
@@ -271,27 +277,27 @@ impl InProjection {
     }
 
     /// Of x `[lead.., hidden_size]`. What follows has no backward pass, in which the gradients of a module would vanish.
-    pub(super) fn forward(&self, c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
-        self.outputs(c, x, launch, false)
+    pub(super) fn forward(&self, op: &str, c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
+        self.outputs((op, false), c, x, launch)
     }
 
     /// The same for training.
-    pub(super) fn forward_tracked(&self, c: &GdnConfig, x: &Tensor) -> Result<Outputs> {
-        self.outputs(c, x, &Launch::default(), true)
+    pub(super) fn forward_tracked(&self, op: &str, c: &GdnConfig, x: &Tensor) -> Result<Outputs> {
+        self.outputs((op, true), c, x, &Launch::default())
     }
 
-    fn outputs(&self, c: &GdnConfig, x: &Tensor, launch: &Launch, training: bool) -> Result<Outputs> {
+    fn outputs(&self, (op, training): (&str, bool), c: &GdnConfig, x: &Tensor, launch: &Launch) -> Result<Outputs> {
         let mut launch = launch.clone();
         let mut outputs = vec![];
         for (name, projection, columns) in self.each(c) {
             if training {
-                outputs.push(projection.forward_tracked(name, x, columns)?);
+                outputs.push(projection.forward_tracked((op, name), x, columns)?);
                 continue;
             }
-            let y = projection.forward(name, x, columns, &launch)?;
+            let y = projection.forward((op, name), x, columns, &launch)?;
             if y.track_op() {
                 bail!(
-                    "GatedDeltaNet: {name}: expected a module whose output is detached, as there is no backward pass, got one \
+                    "{op}: {name}: expected a module whose output is detached, as there is no backward pass, got one \
                      that is tracked for gradients; to train, use TrainableGatedDeltaNet; without training, return y.detach() \
                      from the module"
                 );

@@ -96,8 +96,8 @@ impl TrainableGatedDeltaNet {
         config.check()?;
         let c = config;
         parts.conv_weight.check(OP, c)?;
-        parts.in_proj.check(c, device)?;
-        parts.out_proj.check("out_proj", [c.hidden_size, c.value_size()], device)?;
+        parts.in_proj.check(OP, c, device)?;
+        parts.out_proj.check((OP, "out_proj"), [c.hidden_size, c.value_size()], device)?;
         for (arg, tensor, len) in [
             ("a_log", &parts.a_log, c.num_value_heads),
             ("dt_bias", &parts.dt_bias, c.num_value_heads),
@@ -210,7 +210,7 @@ impl TrainableGatedDeltaNet {
         state: Option<&TrainingState>,
     ) -> Result<(Tensor, Tensor, Tensor)> {
         let (c, parts) = (&self.config, &self.parts);
-        let [qkv, z, ba] = in_order(c, parts.in_proj.forward_tracked(c, &x.contiguous()?)?)?;
+        let [qkv, z, ba] = in_order(c, parts.in_proj.forward_tracked(OP, c, &x.contiguous()?)?)?;
         let conv_weight = parts.conv_weight.joined()?;
         let (window, recurrent) = state.map(|state| (&state.conv, &state.recurrent)).unzip();
         let gates = gdn_gates(&ba, &parts.a_log, &parts.dt_bias, c.beta_scale)?;
@@ -218,7 +218,7 @@ impl TrainableGatedDeltaNet {
         let (o, last) = gdn_rule_diff(&inner, &gates, recurrent, c.head_sizes(), cu_seqlens, self.options)?;
         let norm_weight = parts.norm_weight.to_dtype(DType::F32)?;
         let o = gated_rms_norm(&o, &z, &norm_weight, c.rms_norm_eps, c.output_gate)?;
-        let y = parts.out_proj.forward_tracked("out_proj", &o.flatten_from(o.rank() - 2)?, c.hidden_size)?;
+        let y = parts.out_proj.forward_tracked((OP, "out_proj"), &o.flatten_from(o.rank() - 2)?, c.hidden_size)?;
         Ok((y, qkv, last))
     }
 

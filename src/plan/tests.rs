@@ -7,7 +7,7 @@ fn calls_of_few_tokens_use_the_step() {
     for (longest, cuda, step) in
         [(0, true, true), (8, true, true), (9, true, false), (16, false, true), (17, false, false)]
     {
-        assert_eq!(takes_step(longest, cuda), step, "{longest}");
+        assert_eq!(uses_step(longest, cuda), step, "{longest}");
     }
 }
 

@@ -195,7 +195,7 @@ impl Rule {
             bail!("{op}: algo: {algo:?} {why}");
         }
         let plain = self.gates.raw.is_some() && !self.from_zeros;
-        if !plain && !matches!(algo, Algo::Auto | Algo::Recurrent | Algo::ChunkedSm80 | Algo::ChunkedSm90) {
+        if !plain && !matches!(algo.of_rule(), Algo::Auto | Algo::Recurrent | Algo::ChunkedSm80 | Algo::ChunkedSm90) {
             bail!(
                 "{op}: algo: {algo:?} supports raw gates and an initial state; Auto, Recurrent and the chunk forms support any"
             );

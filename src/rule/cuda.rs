@@ -34,7 +34,7 @@ fn launch(
     with_params(rule, plan, slots, qkv, &o, (&state, layout, state_dtype), stream, |params| {
         // SAFETY: the launcher reads the parameters and writes the one number.
         check(rule.name, unsafe { gdn::gdn_rule_workspace(params, &mut params.workspace_bytes) })?;
-        let bytes = usize::try_from(params.workspace_bytes).unwrap_or(0);
+        let bytes = workspace_size(params.workspace_bytes);
         with_workspace(None, qkv[0].device(), stream, bytes, |workspace| {
             params.workspace = workspace;
             // SAFETY: every pointer reaches what the plan checked, and the guards outlive the launch.

@@ -3,7 +3,7 @@
 use candle_core::{bail, CpuStorage, Result, Tensor};
 use candle_gdn_core::device::{in_place, StorageMut};
 
-/// Copies slot `from` of `state` `[slots, ..]`, whose slots are contiguous, over slot `to`, another one of the same
+/// Copies slot `src` of `state` `[slots, ..]`, whose slots are contiguous, over slot `dst`, another one of the same
 /// tensor, which candle's own copies refuse.
 pub fn copy_slot(op: &'static str, state: &Tensor, src: usize, dst: usize) -> Result<()> {
     in_place(op, state, |storage, layout| {

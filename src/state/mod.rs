@@ -179,7 +179,7 @@ impl GdnState {
         self.thread.reading(self.recurrent.device(), copies)
     }
 
-    /// Copies all states of `from`, which must be `count`, over those from number `first` on.
+    /// Copies all states of `src`, which must be `count`, over those from number `first` on.
     pub(crate) fn put(&mut self, op: &str, first: usize, src: &GdnState, count: usize) -> Result<()> {
         let parts = [("conv", &self.conv, &src.conv), ("recurrent", &self.recurrent, &src.recurrent)];
         for (arg, dst, src) in parts {

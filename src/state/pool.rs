@@ -191,7 +191,7 @@ impl StatePool {
         Ok(())
     }
 
-    /// Copies the state of slot `from` to slot `to`, on the device: a fork.
+    /// Copies the state of slot `src` to slot `dst`, on the device: a fork.
     ///
     /// # Errors
     /// When there is no such slot, or the device refuses.

@@ -77,7 +77,7 @@ impl GdnStep {
     #[cfg(feature = "cuda")]
     fn unfused(&self) -> Result<Algo> {
         let besides = match self.algo {
-            Algo::StepWhole => "",
+            Algo::StepWhole => ", shared memory for all tokens of a key head's value heads",
             Algo::StepSplit => {
                 ", compute capability 9.0, 1 to 4 value heads a key head (1 or 2 of V 192), gates in f32 or as qkv"
             }
@@ -176,7 +176,7 @@ custom_op!(CustomOp3 for GdnStep, OP, x x_layout, z z_layout, w w_layout);
 ///
 /// `channels` is `2 * HK * K + HV * V`: q, k and v, each by head. The last dimension of z may be split into `[HV, V]`.
 /// qkv, z and the gates may be strided views of one projection, and the states views of larger pools. K and V are 1 to
-/// 256, HK divides HV. A padding row's output is zero where its z is finite.
+/// 256, HK divides HV. A padding row's output is zero where its z is finite and `norm_eps` is above 0.
 ///
 /// # Errors
 /// When a rank, shape, dtype or device does not fit, there are more than 16 tokens a sequence, an input shares its

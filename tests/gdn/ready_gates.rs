@@ -95,6 +95,12 @@ fn other_kernels_refuse_both() {
             let op = GdnPrefill::new(x.gates.clone(), &x.state, None, options(algo)).unwrap().without_initial_state();
             refused(op.forward(&x.q, &x.k, &x.v), &[&sentence]);
         }
+        let of = |algo| {
+            let state = x.state.copy().unwrap();
+            let op = GdnPrefill::with_ready_gates(g.clone(), beta.clone(), &state, None, options(algo)).unwrap();
+            values(&op.forward(&x.q, &x.k, &x.v).unwrap())
+        };
+        assert_eq!(of(Algo::Unfused), of(Algo::Auto), "Unfused is of a step: the rule's kernel is picked");
         let wrong = Tensor::zeros((1, 1, 3), DType::F32, device).unwrap();
         let op = GdnPrefill::with_ready_gates(wrong, beta, &x.state, None, options(Algo::Auto)).unwrap();
         refused(op.forward(&x.q, &x.k, &x.v), &["gdn_prefill: log_decay: expected shape [1, 1, 4], got [1, 1, 3]"]);

@@ -163,6 +163,7 @@ impl<'a> Client<'a> {
                 self.pause(copied.err().unwrap_or_else(cut), &mut tries)?;
             } else {
                 copied.map_err(|failure| failure.why)?;
+                ensure!(len == total, "expected {total} bytes of {file} as the hub says, got more");
             }
         }
         bar.finish_and_clear();
@@ -272,7 +273,7 @@ fn copy(
     }
     part.set_len(at).and_then(|()| part.seek(SeekFrom::Start(at))).map_err(written)?;
     bar.set_position(at);
-    // A body that is too long fails by its length.
+    // One byte more shows a body that is too long.
     let mut body = answer.body.into_reader().take(total - at + 1);
     let mut buffer = vec![0; 1 << 18];
     loop {

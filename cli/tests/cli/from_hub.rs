@@ -188,6 +188,12 @@ fn a_cut_download_goes_on() {
     assert_eq!(machine.run(&hub.endpoint, DEMO).good().stdout, want());
     assert_eq!(std::fs::read(machine.blob("config.json")).unwrap(), whole);
     assert!(other.exists());
+
+    let machine = Machine::new();
+    let understates = Hub::serve(copy.path(), Habit::Understates);
+    let why = format!("expected {} bytes of config.json", whole.len() - 1);
+    machine.fails(&understates.endpoint, DEMO, &["cannot download config.json", &why]);
+    assert!(!machine.blob("config.json").exists());
 }
 
 /// As transformers takes the files, whatever an index of an earlier save says.

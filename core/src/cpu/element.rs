@@ -16,7 +16,7 @@ pub trait Element: Copy + Send + Sync + bytemuck::Zeroable + 'static {
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
     fn storage(data: Vec<Self>) -> CpuStorage;
 
-    /// The first elements of `from`, as many as a vector has lanes.
+    /// The first elements of `src`, as many as a vector has lanes.
     #[inline(always)]
     fn load<S: Simd>(_simd: S, src: &[Self]) -> S::f32s {
         // A loop of constant length over an array becomes one widening load; over a slice it does not.

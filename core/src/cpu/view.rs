@@ -126,10 +126,10 @@ impl<'a, T> Shared<'a, T> {
         std::slice::from_raw_parts_mut(self.ptr.add(start), len)
     }
 
-    /// The part at `to` with a copy of the `len` elements at `from`, where they are not the same.
+    /// The part at `dst` with a copy of the `len` elements at `src`, where they are not the same.
     ///
     /// # Safety
-    /// No live part may overlap that at `to`, nor be written where it overlaps that at `from`.
+    /// No live part may overlap that at `dst`, nor be written where it overlaps that at `src`.
     #[allow(clippy::mut_from_ref)]
     #[inline(always)]
     pub unsafe fn part_from(&self, src: usize, dst: usize, len: usize) -> &mut [T]

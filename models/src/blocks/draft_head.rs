@@ -31,7 +31,7 @@ impl DraftHead {
         source.pp("mtp").pp("fc").contains("weight")
     }
 
-    /// Of the checkpoint at `source`; `config` is that of the rank's part.
+    /// Of the checkpoint at `source`; `config` is that of the rank's shard.
     pub(crate) fn load(config: &ModelConfig, source: &Source, group: Option<Arc<dyn Collective>>) -> Result<Self> {
         let (mtp, h) = (source.pp("mtp"), config.hidden_size);
         let norm = |name: &str| RmsNorm::load(h, config, mtp.pp(name).dense);

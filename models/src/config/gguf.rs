@@ -44,7 +44,7 @@ impl ModelConfig {
             return e.wrong("attention.layer_norm_rms_epsilon", "a number in (0, 1)");
         }
         let vocab_size = match file.shape("token_embd.weight") {
-            Some(&[rows, columns]) if columns == hidden_size => rows,
+            Some(&[rows, columns]) if columns == hidden_size && SIZES.contains(&rows) => rows,
             Some(dims) => {
                 bail!("{name}: tensor `token_embd.weight`: expected [vocabulary, {hidden_size}], got {dims:?}")
             }
@@ -76,6 +76,9 @@ impl ModelConfig {
         })
     }
 }
+
+/// Sizes are multiplied: a larger one is no model's.
+const SIZES: std::ops::Range<usize> = 1..1 << 31;
 
 /// The entries of the architecture.
 struct Entries<'a> {
@@ -119,7 +122,7 @@ impl Entries<'_> {
     /// A positive integer, or where there is none what the tensors say.
     fn count_or(&self, name: &str, of_tensors: impl Fn() -> Option<usize>) -> Result<usize> {
         match (self.get(name), of_tensors()) {
-            (None, Some(n)) if n > 0 => Ok(n),
+            (None, Some(n)) if SIZES.contains(&n) => Ok(n),
             _ => self.count(name),
         }
     }
@@ -132,9 +135,9 @@ impl Entries<'_> {
         }
     }
 
-    /// A dimension of a tensor of the first layer that has it.
+    /// A dimension of a tensor of the first layer that has it, if it is a size that a model may have.
     fn dim(&self, tensor: &str, dim: usize) -> Option<usize> {
-        self.shape(tensor)?.get(dim).copied()
+        self.shape(tensor)?.get(dim).copied().filter(|n| SIZES.contains(n))
     }
 
     fn shape(&self, tensor: &str) -> Option<&[usize]> {

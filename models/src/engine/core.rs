@@ -66,6 +66,12 @@ impl Context<'_> {
         self.model.agree(snapshot)
     }
 
+    /// Bytes of the copy of a sequence of so many tokens.
+    pub fn bytes_of(&self, tokens: usize) -> usize {
+        let bytes = self.model.config().sequence_bytes(self.model.dtype()).total(tokens);
+        usize::try_from(bytes).unwrap_or(usize::MAX)
+    }
+
     /// A request without a sequence ends.
     pub fn fail(&mut self, id: RequestId, error: &Error) {
         self.events.push(Event::Finished { id, reason: FinishReason::failed(error) });

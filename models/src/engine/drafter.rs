@@ -146,7 +146,7 @@ impl Drafter {
             if tried.by_lookup {
                 row.lookup_depth = 2 * right + 1;
                 row.lookup_chances.learn(verified.min(MOST), right.min(MOST), MEMORY[0]);
-                (lookup.guessed, lookup.right) = (lookup.guessed + count, lookup.right + right);
+                (lookup.drafted, lookup.accepted) = (lookup.drafted + count, lookup.accepted + right);
             } else {
                 row.head_chances.learn(verified, right, MEMORY[0]);
                 self.depths.chances.learn(verified, right, MEMORY[1]);

@@ -8,6 +8,7 @@ use std::sync::Arc;
 
 /// A result of a step.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub enum Event {
     /// The next token of a completion.
     Token {

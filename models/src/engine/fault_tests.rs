@@ -273,9 +273,9 @@ fn a_snapshot_that_fails_on_one_rank_fails_on_all() -> Result<()> {
     Ok(())
 }
 
-/// States that are larger than the whole cache are not copied for one prompt after the other.
+/// States that are larger than the whole cache are not copied.
 #[test]
-fn what_is_too_large_is_copied_once() -> Result<()> {
+fn what_is_too_large_is_not_copied() -> Result<()> {
     let model = model(0.1)?;
     let options = EngineOptions { prefix_cache: 1, prefix_recent: 4, ..EngineOptions::new(1, 250) };
     let mut engine = engine(&model, options, 0)?;
@@ -286,8 +286,7 @@ fn what_is_too_large_is_copied_once() -> Result<()> {
         while !engine.is_idle() {
             told += engine.step()?.iter().filter(|event| matches!(event, Event::PrefixTooLarge { .. })).count();
         }
-        let copies = 100 - left(SNAPSHOT);
-        assert_eq!((copies, told), ([1, 2, 2][n as usize], 1), "of 128 tokens, then of 64");
+        assert_eq!((left(SNAPSHOT), told), (100, 1), "prompt {n}");
     }
     fail_after(SNAPSHOT, -1);
     Ok(())

@@ -170,6 +170,9 @@ impl EngineHandle {
     ///
     /// # Errors
     /// As [`Engine::submit`], or when the engine has ended.
+    ///
+    /// # Panics
+    /// In a task of a tokio runtime, which it would block: [`submit_async`](Self::submit_async) is for tasks.
     pub fn submit(&self, request: Request) -> Result<Submitted> {
         let (answered, events) = self.send_request(request)?;
         let id = answered.blocking_recv().map_err(|_| gone())??;

@@ -57,6 +57,7 @@ impl EngineOptions {
 
 /// Whether decode steps are CUDA graphs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum GraphChoice {
     /// Where a graph can be captured.
     Auto,
@@ -69,6 +70,7 @@ pub enum GraphChoice {
 
 /// How many tokens the model's draft head drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum DraftDepth {
     /// As many as save time, by the measured times of steps and the acceptance of drafts; none where none do.
     Auto,

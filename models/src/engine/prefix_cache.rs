@@ -20,7 +20,7 @@ mod tests;
 pub(crate) struct PrefixCache<V> {
     /// Tokens of a block.
     pub block: usize,
-    budget: usize,
+    pub budget: usize,
     /// Bytes of all parts of the values.
     pub bytes: usize,
     /// By the number of a part: how many values have it.

@@ -46,9 +46,20 @@ impl<V> Prefixes<V> {
         tokens.min(self.too_large - 1) / cache.block * cache.block
     }
 
-    /// Whether the state after so many tokens may be within the budget.
-    pub fn may_keep(&self, tokens: usize) -> bool {
+    /// Whether the state after so many tokens, which takes `bytes`, may be within the budget; asked before it is copied.
+    pub fn may_keep(&mut self, tokens: usize, bytes: usize, events: &mut Vec<Event>) -> bool {
+        if self.cache.as_ref().is_some_and(|cache| bytes > cache.budget) {
+            self.refuse(tokens, bytes, events);
+        }
         tokens < self.too_large
+    }
+
+    /// Reports the first state that is too large.
+    fn refuse(&mut self, tokens: usize, bytes: usize, events: &mut Vec<Event>) {
+        if self.too_large == usize::MAX {
+            events.push(Event::PrefixTooLarge { tokens, bytes });
+        }
+        self.too_large = self.too_large.min(tokens);
     }
 
     /// The positions where the state of `prompt`, fed from `start` on, is kept for one of `waiting` or for one to come.
@@ -108,10 +119,7 @@ impl<V> Prefixes<V> {
             events.push(Event::PrefixKept { tokens: prefix.to_vec() });
         }
         if !kept {
-            if self.too_large == usize::MAX {
-                events.push(Event::PrefixTooLarge { tokens, bytes });
-            }
-            self.too_large = self.too_large.min(tokens);
+            self.refuse(tokens, bytes, events);
         }
         Ok(())
     }

@@ -190,7 +190,7 @@ impl Prompts {
             }
             if cuts.contains(done) {
                 cuts.retain(|cut| cut != done);
-                if !self.prefixes.may_keep(*done) {
+                if !self.prefixes.may_keep(*done, cx.bytes_of(*done), cx.events) {
                     continue;
                 }
                 // Without memory for it, the other prompts are fed whole.

@@ -29,7 +29,8 @@ pub struct Request {
     /// After this many tokens of the prompt the engine makes a snapshot ([`Event::Snapshot`](super::Event::Snapshot)), if they
     /// are fed. With [`Followers`](super::Followers) neither this nor [`snapshot_end`](Self::snapshot_end) is possible.
     pub snapshot_at: Option<usize>,
-    /// Whether the engine makes a snapshot before the request finishes; without memory for it there is none.
+    /// Whether the engine makes a snapshot before the completion finishes. There is none without memory for it, where the request fails, or
+    /// where it is cancelled before its first token.
     pub snapshot_end: bool,
 }
 

@@ -46,9 +46,9 @@ pub struct EngineStats {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DraftTally {
     /// Tokens drafted.
-    pub guessed: usize,
+    pub drafted: usize,
     /// Drafts accepted.
-    pub right: usize,
+    pub accepted: usize,
     /// Tokens of decode steps, summed over the sequences.
     pub tokens: usize,
     /// These steps, summed over the sequences.
@@ -57,10 +57,10 @@ pub struct DraftTally {
 
 impl std::fmt::Display for DraftTally {
     fn fmt(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
-        let percent = 100. * self.right as f64 / self.guessed.max(1) as f64;
+        let percent = 100. * self.accepted as f64 / self.drafted.max(1) as f64;
         let a_step = self.tokens as f64 / self.steps.max(1) as f64;
-        let Self { right, guessed, .. } = self;
-        write!(f, "draft: {right} of {guessed} tokens accepted ({percent:.0} %), {a_step:.1} tokens a step")
+        let Self { accepted, drafted, .. } = self;
+        write!(f, "draft: {accepted} of {drafted} tokens accepted ({percent:.0} %), {a_step:.1} tokens a step")
     }
 }
 

@@ -287,7 +287,7 @@ fn look_up_follows_the_latest_match() {
     assert!(look_up(&[1, 2, 3], 3).is_empty(), "nothing like it before");
     assert!(look_up(&[1, 1], 0).is_empty());
     assert_eq!((look_up(&[], 3), look_up(&[1], 3)), (vec![], vec![]));
-    let tally = DraftTally { guessed: 60, right: 34, tokens: 57, steps: 30 };
+    let tally = DraftTally { drafted: 60, accepted: 34, tokens: 57, steps: 30 };
     assert_eq!(tally.to_string(), "draft: 34 of 60 tokens accepted (57 %), 1.9 tokens a step");
     assert_eq!(DraftTally::default().to_string(), "draft: 0 of 0 tokens accepted (0 %), 0.0 tokens a step");
 }

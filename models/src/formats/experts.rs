@@ -3,6 +3,7 @@
 use super::Blocks;
 use crate::weights::E4m3;
 use candle_core::{Result, Tensor};
+use candle_gdn_core::check::zeros;
 use candle_nn::VarBuilder;
 
 /// Number and widths of a layer's experts.
@@ -52,7 +53,8 @@ pub(crate) fn dense_experts(shape: ExpertShape, weights: &VarBuilder) -> Result<
         return Ok([weights.get(gate_up, "gate_up_proj")?, weights.get(down, "down_proj")?]);
     }
     // Filled in place: a list of all experts and then one `cat` would hold them twice.
-    let zeros = |shape: (usize, usize, usize)| Tensor::zeros(shape, weights.dtype(), weights.device());
+    let zeros =
+        |(n, rows, columns)| zeros("experts", "weights", &[n, rows, columns], weights.dtype(), weights.device());
     let [gate_up, down] = [zeros(gate_up)?, zeros(down)?];
     for j in 0..shape.experts {
         let [gate, up, of_down] = shape

@@ -15,6 +15,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 /// How the states of the Gated DeltaNet layers lie.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum StateLayout {
     /// With rings on CUDA, where the kernels support the model's heads; else plain.
     #[default]

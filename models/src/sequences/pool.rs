@@ -26,7 +26,7 @@ pub struct Sequence {
 ///
 /// A Gated DeltaNet layer holds a state of fixed size for each sequence, a softmax layer keys and values. On CUDA all
 /// of it is allocated when the pool is made, for the greatest length; only a verification without rings, or of more than 16 tokens,
-/// moves the states, once, to make room for one more of each sequence. On the CPU keys and
+/// moves the states, whenever more sequences than ever before have drafts, to make room for one more state of each. On the CPU keys and
 /// values grow with each sequence, and their memory is used again by the next one in the slot.
 ///
 /// A pass that fails half-way, when a device refuses or is out of memory, leaves the layers of its sequences at

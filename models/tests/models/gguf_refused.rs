@@ -42,6 +42,23 @@ fn what_is_no_whole_file_is_refused() -> Result<()> {
     Ok(())
 }
 
+#[test]
+fn a_vocabulary_of_no_tokens_is_refused() -> Result<()> {
+    let (_dir, path) = in_a_folder("tiny.gguf");
+    GgufOfTiny::new(&Tiny::qwen3_next(), Layout::Qwen3Next)?.write(&path)?;
+    let mut bytes = std::fs::read(&path)?;
+    let name = b"token_embd.weight";
+    let at = bytes.windows(name.len()).position(|part| part == name).expect("the tensor") + name.len();
+    // The number of dimensions, then the columns, then the rows.
+    bytes[at + 4 + 8..at + 4 + 16].fill(0);
+    std::fs::write(&path, &bytes)?;
+    refused(
+        ModelConfig::from_gguf(&GgufFile::open(&path)?),
+        &["tiny.gguf", "`token_embd.weight`: expected [vocabulary", "got [0,"],
+    );
+    Ok(())
+}
+
 /// As where a tensor's type has other sizes than here.
 #[test]
 fn tensors_that_overlap_are_refused() -> Result<()> {

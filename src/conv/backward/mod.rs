@@ -182,7 +182,7 @@ pub fn causal_conv1d_diff(
     let op = ConvDiff { cu_seqlens: cu_seqlens.cloned(), silu, has_window: window.is_some() };
     let _working = Working::new(x.device());
     let weight = weight.contiguous()?;
-    // Not the weight once more: candle locks the storage of each argument, and a variable's that is locked twice may stop for ever.
+    // Without a window a tensor that nobody reads and that is not tracked.
     let window = window.map_or_else(|| Tensor::zeros(1, x.dtype(), x.device()), Tensor::contiguous)?;
     dense_rows(x)?.apply_op3(&weight, &window, op)
 }

@@ -20,7 +20,7 @@ struct RuleDiff {
     sizes: Dims,
     cu_seqlens: Option<CuSeqlens>,
     options: RuleOptions,
-    /// Whether the third argument is the initial state; without one it is the gates once more.
+    /// Whether the third argument is the initial state; without one nobody reads it.
     has_state: bool,
     last: Arc<SideOutput>,
 }
@@ -152,7 +152,7 @@ custom_op!(differentiable CustomOp3 for RuleDiff, OP, qkv qkv_layout, gates gate
 ///
 /// `sizes` has the heads: HK divides HV, K and V are 1 to 256. Lengths may be zero. Nothing crosses the border of a sequence: a
 /// packed sequence has the bits of the same sequence alone, and so do its gradients, where neither is cut into segments
-/// ([`RuleOptions::segments`]; 1 makes sure of it). `options.beta_scale` is not read (beta has it).
+/// ([`RuleOptions::segments`]; 1 makes sure of it). `options.beta_scale` is checked but not used (beta has it).
 ///
 /// Saved for the backward pass are the three arguments and nothing else: it computes norms and states again, from the state
 /// before each chunk of tokens. The CPU keeps 16 MiB of such states a thread; on CUDA [`RuleOptions::recompute`]
@@ -176,7 +176,7 @@ pub fn gdn_rule_diff(
     if matches!(options.algo, Algo::Recurrent128 | Algo::Decode) {
         bail!("{OP}: algo: expected Auto, Recurrent, ChunkedSm80 or ChunkedSm90 in training, got {:?}", options.algo);
     }
-    // What the kernels take (cuda/backward/cut.h); refused here and not first in the backward pass.
+    // What the kernels support (cuda/backward/cut.h); refused here and not first in the backward pass.
     if options.segments > 64 {
         bail!("{OP}: segments: expected at most 64 in training, got {}", options.segments);
     }
@@ -189,7 +189,7 @@ pub fn gdn_rule_diff(
     let op =
         RuleDiff { sizes, cu_seqlens: cu_seqlens.cloned(), options, has_state: state.is_some(), last: last.clone() };
     let gates = dense_rows(gates)?;
-    // Without a state any tensor but the others: each argument is locked, and a Var that is locked twice stops a thread that sets it.
+    // Without a state a tensor that nobody reads and that is not tracked.
     let state = state.map_or_else(|| Tensor::zeros(1, DType::F32, qkv.device()), Tensor::contiguous)?;
     let o = dense_rows(qkv)?.apply_op3(&gates, &state, op)?;
     let last = last.tensor(&o)?;

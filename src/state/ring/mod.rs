@@ -36,7 +36,7 @@ use tensors::OP;
 
 impl Ring {
     /// Flushes the rings of the slots read into their states, which go to the slots written: of `state`, or of the tensor
-    /// `to`. The caller moves the spans.
+    /// `dst`. The caller moves the spans.
     pub fn flush(&self, state: &Tensor, slots: &Slots, dst: Option<&Tensor>) -> Result<()> {
         if slots.is_empty() {
             return Ok(());

@@ -110,7 +110,7 @@ impl RingSpans {
         self.tensor().narrow(0, slot, 1)?.zero_set()
     }
 
-    /// Gives slot `to` the span of slot `from`.
+    /// Gives slot `dst` the span of slot `src`.
     pub(crate) fn copy(&self, src: usize, dst: usize) -> Result<()> {
         let tensor = self.tensor();
         let span = tensor.narrow(0, src, 1)?.force_contiguous()?;

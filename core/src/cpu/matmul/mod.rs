@@ -287,7 +287,7 @@ pub fn load_row<S: Simd, const N: usize>(simd: S, src: &[f32]) -> [S::f32s; N] {
     row
 }
 
-/// As much of `N` vectors as fits in `to`.
+/// As much of `N` vectors as fits in `dst`.
 #[inline(always)]
 pub fn store_row<S: Simd, const N: usize>(dst: &mut [f32], row: &[S::f32s; N]) {
     let row: &[f32] = bytemuck::cast_slice(row);

@@ -106,7 +106,7 @@ impl std::fmt::Debug for Weights {
     }
 }
 
-/// Whether every value of `from` survives the way through `H`.
+/// Whether every value of `src` survives the way through `H`.
 fn all_exact<H: Element>(src: &[f32]) -> bool {
     const PART: usize = 1 << 14;
     let exact = AtomicBool::new(true);

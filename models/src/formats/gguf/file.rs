@@ -81,8 +81,9 @@ impl GgufFile {
             bail!("{}: expected a draft head, got a file without a tensor `blk.N{EH_PROJ}`", head.path().display())
         };
         let width = self.shape("token_embd.weight").and_then(|dims| dims.last().copied()).unwrap_or(0);
-        if projection.dims != [width, 2 * width] {
-            let (file, want) = (head.path().display(), [width, 2 * width]);
+        let want = [width, width.saturating_mul(2)];
+        if projection.dims != want {
+            let file = head.path().display();
             bail!("{file}: tensor `{name}`: expected {want:?}, as the model is wide, got {:?}", projection.dims)
         }
         for mut file in head.files {

@@ -1,4 +1,4 @@
-//! How many numbers an adapter changes.
+//! How many numbers an adapter has and changes.
 
 use super::LoraAdapter;
 use crate::config::{FfnKind, ModelConfig};
@@ -12,6 +12,11 @@ impl LoraAdapter {
         let stacks: HashMap<String, u64> =
             self.modules.iter().filter_map(|module| stack(&module.path, config)).collect();
         stacks.into_values().fold(0, u64::saturating_add)
+    }
+
+    /// Bytes of its own numbers in memory.
+    pub fn size_in_bytes(&self) -> u64 {
+        self.modules.iter().map(|module| 4 * (module.product.a.len() + module.product.b.len()) as u64).sum()
     }
 }
 
