@@ -214,8 +214,8 @@ impl<'a> Token<'a> {
     fn advance(&self, state: &mut [f64]) {
         for (row, v) in state.chunks_exact_mut(self.k.len()).zip(self.v) {
             row.iter_mut().for_each(|s| *s *= self.decay);
-            let delta = self.beta * (v - dot(row, &self.k));
-            row.iter_mut().zip(&self.k).for_each(|(s, k)| *s += delta * k);
+            let update = self.beta * (v - dot(row, &self.k));
+            row.iter_mut().zip(&self.k).for_each(|(s, k)| *s += update * k);
         }
     }
 }

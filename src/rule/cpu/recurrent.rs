@@ -34,16 +34,16 @@ impl WithSimd for Step<'_> {
             let (r2, r3) = r23.split_at_mut(k.len());
             let sums = dot2_x4(simd, [r0, r1, r2, r3], k, q);
             for ((row, v), (sk, sq)) in [r0, r1, r2, r3].into_iter().zip(v).zip(sums) {
-                let delta = beta * (*v - decay * sk);
-                *v = decay * sq + delta * kq;
-                scale_add(simd, row, decay, delta, k);
+                let update = beta * (*v - decay * sk);
+                *v = decay * sq + update * kq;
+                scale_add(simd, row, decay, update, k);
             }
         }
         let rest = groups.into_remainder().chunks_exact_mut(k.len());
         for (row, v) in rest.zip(v_groups.into_remainder()) {
-            let delta = beta * (*v - decay * dot(simd, row, k));
-            *v = decay * dot(simd, row, q) + delta * kq;
-            scale_add(simd, row, decay, delta, k);
+            let update = beta * (*v - decay * dot(simd, row, k));
+            *v = decay * dot(simd, row, q) + update * kq;
+            scale_add(simd, row, decay, update, k);
         }
     }
 }

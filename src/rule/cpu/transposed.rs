@@ -207,7 +207,7 @@ fn tile<S: Simd, const N: usize, const W: usize>(
             }
         }
     }
-    // Deltas take the place of the sums with k; each is scaled for the update once all are known.
+    // Updates take the place of the sums with k; each is scaled to the end of the block once all are known.
     for i in 0..N {
         for w in 0..W {
             let mut read = simd.mul_f32s(splat(scalars.decay[i]), sk[i][w]);
