@@ -36,7 +36,7 @@ most likely token is taken (--temperature 0). --top-k, --top-p or --min-p withou
 of the checkpoint, else at 1.
 
 --batch, --draft, --mtp, --prefix-cache, --prefill-chunk and --cuda-graph change the rounding of sums and nothing else: in \
-bf16 and f16 a close choice can fall another way."
+bf16, in f16 and with quantised matrices a close choice can fall another way."
 )]
 pub struct Args {
     #[command(flatten)]
@@ -53,7 +53,8 @@ pub struct Args {
     sample_len: Option<usize>,
 
     /// End a completion before this text, which is not printed, or at this special token; may be given several times
-    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "prompt_tokens")]
+    #[arg(long, value_name = "TEXT", value_parser = NonEmptyStringValueParser::new(), conflicts_with = "prompt_tokens",
+          allow_hyphen_values = true)]
     pub stop: Vec<String>,
 
     #[command(flatten)]
@@ -95,7 +96,7 @@ impl Args {
 pub struct PromptArgs {
     /// Text to complete, or the message with --chat; may be given several times
     /// [default: an opening that the demo knows]
-    #[arg(long, conflicts_with_all = ["prompt_file", "prompts_file"])]
+    #[arg(long, conflicts_with_all = ["prompt_file", "prompts_file"], allow_hyphen_values = true)]
     pub prompt: Vec<String>,
 
     /// File with the text to complete
@@ -127,7 +128,7 @@ pub struct PromptArgs {
 #[derive(clap::Args, Debug, Default)]
 pub struct ChatArgs {
     /// A message of the system before all others
-    #[arg(long, value_name = "TEXT")]
+    #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     pub system: Option<String>,
 
     /// Answer without thinking first, if the chat template has a switch for it (enable_thinking)

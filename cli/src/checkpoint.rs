@@ -77,7 +77,11 @@ impl Checkpoint {
     fn in_dir(dir: &Path, format: LoadFormat) -> Result<Self> {
         let path = dir.join("config.json");
         if !path.is_file() {
-            bail!("--model: {} has no config.json", dir.display())
+            let of_gguf = |entry: &std::fs::DirEntry| entry.path().extension().is_some_and(|name| name == "gguf");
+            let has_gguf =
+                std::fs::read_dir(dir).is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|e| of_gguf(&e))));
+            let advice = if has_gguf { "; of a GGUF file give its own path" } else { "" };
+            bail!("--model: {} has no config.json{advice}", dir.display())
         }
         Ok(Self::of(path, format))
     }

@@ -17,10 +17,12 @@ pub fn tokenizer(checkpoint: &Checkpoint) -> Result<Option<Tokenizer>> {
     let (Value::Object(vocab), Some((merges, path))) = (vocab, checkpoint.text("merges.txt")?) else { return Ok(None) };
     // Its first line is the version.
     let merges: Vec<_> = merges.lines().filter(|line| !line.is_empty() && !line.starts_with("#version")).collect();
-    let class = config["tokenizer_class"].as_str().unwrap_or_default();
-    let split =
-        CLASSES.iter().find(|(name, _)| *name == class.trim_end_matches("Fast")).map_or(class, |(_, split)| split);
     let added = added(checkpoint, &config)?;
+    let class = config["tokenizer_class"].as_str().unwrap_or_default();
+    let Some((_, split)) = CLASSES.iter().find(|(name, _)| *name == class.trim_end_matches("Fast")) else {
+        let known: Vec<_> = CLASSES.iter().map(|(name, _)| *name).collect();
+        bail!("tokenizer_config.json: `tokenizer_class`: expected one of {}, got {class:?}", known.join(", "))
+    };
     let tokenizer = byte_level("tokenizer_config.json: `tokenizer_class`", split, vocab, &merges, added);
     tokenizer.with_context(|| path.with_file_name("vocab.json and merges.txt").display().to_string()).map(Some)
 }

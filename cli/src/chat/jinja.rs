@@ -1,10 +1,10 @@
 //! Jinja as transformers sets it up, which chat templates are written for.
 
 use super::{json, methods, source::sets_from_itself, source::source, watch::bounded};
-use anyhow::{Context, Result};
+use anyhow::{ensure, Context, Result};
 use minijinja::syntax::SyntaxConfig;
-use minijinja::value::{Tuple, Value, ValueKind};
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::value::{Kwargs, Tuple, Value, ValueKind};
+use minijinja::{filters, Environment, Error, ErrorKind, State};
 
 const NAME: &str = "chat";
 
@@ -12,6 +12,9 @@ const NAME: &str = "chat";
 const FUEL: u64 = 4_000_000;
 /// Bytes that it may write, more than any model reads.
 const MAX_BYTES: usize = 64 << 20;
+/// Bytes of a template, some ten times those of the longest published one, and of the stack for reading it.
+const MAX_SOURCE: usize = 128 << 10;
+const STACK: usize = 512 << 20;
 
 /// A template that was read.
 pub struct Jinja(Environment<'static>);
@@ -38,17 +41,29 @@ impl Jinja {
             state.apply_filter("format", &[std::slice::from_ref(&text), values].concat())
         });
         env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-        env.add_test("sequence", |value: &Value| {
-            matches!(value.kind(), ValueKind::Seq | ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+        // What is no number is 0, and text may have spaces around it.
+        env.add_filter("int", |state: &State, x: Value, default: Option<Value>, base: Option<u32>, more: Kwargs| {
+            let default = default.or(more.get("default")?).unwrap_or(Value::from(0));
+            filters::int(state, &trimmed(x), Some(default), base, more)
         });
-        env.add_template_owned(NAME, source(text)).context("the chat template")?;
+        env.add_filter("float", |state: &State, x: Value, default: Option<Value>, more: Kwargs| {
+            let default = default.or(more.get("default")?).unwrap_or(Value::from(0.));
+            filters::float(state, &trimmed(x), Some(default), more)
+        });
+        env.add_test("sequence", |value: &Value| {
+            is_list(value) || matches!(value.kind(), ValueKind::Map | ValueKind::String | ValueKind::Undefined)
+        });
+        let text = source(text);
+        ensure!(text.len() <= MAX_SOURCE, "the chat template: expected at most {MAX_SOURCE} bytes, got {}", text.len());
+        deep(|| env.add_template_owned(NAME, text))?.context("the chat template")?;
         Ok(Self(env))
     }
 
     /// Whether it reads `name` from its context. minijinja takes a name for the template's own where the tag that reads it sets it too.
     pub fn reads(&self, name: &str) -> Result<bool> {
         let template = self.0.get_template(NAME)?;
-        Ok(template.undeclared_variables(false).contains(name) || sets_from_itself(template.source(), name))
+        let undeclared = deep(|| template.undeclared_variables(false))?;
+        Ok(undeclared.contains(name) || sets_from_itself(template.source(), name))
     }
 
     /// The text for `context`.
@@ -60,6 +75,29 @@ impl Jinja {
         bounded(|| template.render_captured_to(context, &mut text).map(drop)).context("the chat template")?;
         String::from_utf8(text.0).context("the chat template")
     }
+}
+
+/// Runs minijinja's parser, which calls itself for each operator of an expression, where the stack has room for any template.
+fn deep<T: Send>(read: impl FnOnce() -> T + Send) -> Result<T> {
+    std::thread::scope(|scope| {
+        let thread =
+            std::thread::Builder::new().stack_size(STACK).spawn_scoped(scope, read).context("the chat template")?;
+        Ok(thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+    })
+}
+
+/// A list, or a slice of one.
+pub fn is_list(value: &Value) -> bool {
+    match value.kind() {
+        ValueKind::Seq => true,
+        ValueKind::Iterable => value.len().is_some(),
+        _ => false,
+    }
+}
+
+/// A text without the spaces around it; any other value as it is.
+fn trimmed(value: Value) -> Value {
+    value.as_str().map(|text| text.trim().into()).unwrap_or(value)
 }
 
 /// What a template wrote, up to [`MAX_BYTES`].

@@ -1,5 +1,6 @@
 //! The filter `tojson`: Python's `json.dumps` with the defaults of transformers.
 
+use super::jinja::is_list;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
 use std::fmt::Write;
@@ -85,7 +86,7 @@ impl Dump<'_> {
                     dump.value(value, depth + 1)
                 })?;
             }
-            ValueKind::Seq => {
+            _ if is_list(value) => {
                 self.list("[]", value.try_iter()?, depth, |dump, value| dump.value(&value, depth + 1))?;
             }
             kind => return Err(failed(format!("a value of kind {kind} has no JSON"))),

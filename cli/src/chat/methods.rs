@@ -1,5 +1,6 @@
 //! Methods of Python's values that minijinja's own compatibility lacks or knows in part.
 
+use super::jinja::is_list;
 use minijinja::value::{from_args, Kwargs, Tuple, Value, ValueKind};
 use minijinja::{Error, ErrorKind, State};
 use minijinja_contrib::pycompat;
@@ -8,12 +9,12 @@ use minijinja_contrib::pycompat;
 pub fn call(state: &mut State, value: &Value, method: &str, args: &[Value]) -> Result<Value, Error> {
     let found = match (value.as_str(), value.kind()) {
         (Some(text), _) => string(state, text, method, args)?,
-        (None, ValueKind::Seq) if method == "index" => {
+        (None, _) if method == "index" && is_list(value) => {
             let (wanted,): (&Value,) = from_args(args)?;
             let position = value.try_iter()?.position(|item| item == *wanted);
             Some(position.ok_or_else(|| wrong(format!("index: {wanted} is not in the list")))?.into())
         }
-        (None, ValueKind::Seq | ValueKind::Map) if method == "copy" => {
+        (None, kind) if method == "copy" && (kind == ValueKind::Map || is_list(value)) => {
             let () = from_args(args)?;
             Some(value.clone())
         }

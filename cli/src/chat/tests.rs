@@ -51,6 +51,16 @@ fn a_template_makes_no_text_without_bound() {
 }
 
 #[test]
+fn a_long_template_is_read_or_refused() {
+    let long = |count: usize| Jinja::new(&format!("{{{{ 1{} }}}}", "+1".repeat(count)));
+    assert_eq!(long(60_000).unwrap().render(context! {}).unwrap(), "60001");
+    let Err(error) = long(70_000) else { panic!("expected a refusal") };
+    assert!(format!("{error:#}").contains("expected at most 131072 bytes, got 140007"), "{error:#}");
+    let calls = format!("{{{{ x{} }}}}", "()".repeat(60_000));
+    assert!(Jinja::new(&calls).unwrap().reads("x").unwrap());
+}
+
+#[test]
 fn what_a_template_raises_is_told() {
     let error = Jinja::new("{{ raise_exception('no such role') }}").unwrap().render(context! {}).unwrap_err();
     assert!(format!("{error:#}").contains("no such role"));

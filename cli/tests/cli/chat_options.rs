@@ -89,7 +89,12 @@ fn a_vocabulary_and_merges_make_the_tokenizer() {
     copy.write("added_tokens.json", serde_json::Value::Object(ids.collect()).to_string());
     copy.remove(&["tokenizer.json"]);
     let arg = copy.arg();
-    fails("generate", &["--model", &arg, "--prompt", "x"], 1, &["tokenizer_class", "PreTrainedTokenizer"]);
+    fails(
+        "generate",
+        &["--model", &arg, "--prompt", "x"],
+        1,
+        &["tokenizer_class", "expected one of Qwen2Tokenizer, ", "PreTrainedTokenizer"],
+    );
     copy.set("tokenizer_config.json", "tokenizer_class", json!("GPT2TokenizerFast"));
     assert_eq!(chat(&arg, &[]), chat(DEMO, &[]));
 }
@@ -163,6 +168,8 @@ fn a_stop_text_ends_a_completion() {
     let begun = format!("{}#", &all[all.len() - 4..]);
     assert_eq!(generate(&["--prompt", FIRST, "-n", "30", "--stop", &begun]).stdout, all);
     fails("generate", &["--stop", ""], 2, &["--stop"]);
+    // Text may begin like an option.
+    assert!(!generate(&["--prompt", "- an item", "-n", "2", "--stop", "---"]).stdout.is_empty());
     // A special token is no text that could be found.
     let copy = says_im_end();
     generate(&["--model", &copy.arg(), "--prompt", FIRST, "-n", "60", "--stop", "<|im_end|>"])
