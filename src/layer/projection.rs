@@ -96,6 +96,9 @@ impl Project for DenseWeight {
     }
 }
 
+/// An op and one of its projections, for messages.
+type Named<'a> = (&'a str, &'a str);
+
 impl Projection {
     /// Of any module: a quantised matrix, one with a LoRA, one of several ranks. Its input and output have the layer's dtype. As
     /// input projection it returns a detached tensor ([training](crate::GatedDeltaNet#training)).
@@ -125,13 +128,7 @@ impl Projection {
     }
 
     /// `x [.., in]` to `[.., outputs]`.
-    pub(super) fn forward(
-        &self,
-        (op, name): (&str, &str),
-        x: &Tensor,
-        outputs: usize,
-        launch: &Launch,
-    ) -> Result<Tensor> {
+    pub(super) fn forward(&self, (op, name): Named, x: &Tensor, outputs: usize, launch: &Launch) -> Result<Tensor> {
         let y = self.0.project(x, launch)?;
         let rank = x.rank() - 1;
         if y.dims().len() != rank + 1 || y.dims()[..rank] != x.dims()[..rank] || y.dims()[rank] != outputs {
@@ -146,7 +143,7 @@ impl Projection {
 
     /// The same for training: where x has a gradient the output has one. candle multiplies by a quantised matrix without, and
     /// without a word.
-    pub(super) fn forward_tracked(&self, (op, name): (&str, &str), x: &Tensor, outputs: usize) -> Result<Tensor> {
+    pub(super) fn forward_tracked(&self, (op, name): Named, x: &Tensor, outputs: usize) -> Result<Tensor> {
         let y = self.forward((op, name), x, outputs, &Launch::default())?;
         if x.track_op() && !y.track_op() {
             bail!(
@@ -159,7 +156,7 @@ impl Projection {
     }
 
     /// That sizes and device fit, where they are known.
-    pub(super) fn check(&self, (op, name): (&str, &str), [outputs, inputs]: [usize; 2], device: &Device) -> Result<()> {
+    pub(super) fn check(&self, (op, name): Named, [outputs, inputs]: [usize; 2], device: &Device) -> Result<()> {
         match self.0.shape() {
             Some(got) if got != [outputs, inputs] => {
                 bail!("{op}: {name}: expected a weight of shape {:?}, got {got:?}", [outputs, inputs])
