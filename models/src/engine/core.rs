@@ -3,6 +3,7 @@
 use super::event::{Event, FinishReason};
 use super::request::RequestId;
 use super::stats::EngineStats;
+use crate::blocks::attention::CacheShape;
 use crate::sequences::{Sequence, SequencePool, SequenceSnapshot};
 use crate::CausalLm;
 use candle_core::{Error, Result};
@@ -66,10 +67,11 @@ impl Context<'_> {
         self.model.agree(snapshot)
     }
 
-    /// Bytes of the copy of a sequence of so many tokens.
+    /// Bytes of the copy of a sequence of so many tokens, without what the draft head adds.
     pub fn bytes_of(&self, tokens: usize) -> usize {
-        let bytes = self.model.config().sequence_bytes(self.model.dtype()).total(tokens);
-        usize::try_from(bytes).unwrap_or(usize::MAX)
+        let CacheShape { kv_heads, head_dim, dtype, .. } = self.model.cache_shape(tokens);
+        let rows: usize = self.model.attention_windows().map(|window| window.map_or(tokens, |n| n.min(tokens))).sum();
+        self.pool.state_bytes() + rows * 2 * kv_heads * head_dim * dtype.size_in_bytes()
     }
 
     /// A request without a sequence ends.

@@ -1,8 +1,9 @@
 //! The engine with steps ahead of the host, and the parts that need no model.
 
+use super::core::Context;
 use super::graphs::{Capture, StepSize};
 use super::prefixes::Prefixes;
-use super::stats::{DraftTally, PrefixTally};
+use super::stats::{DraftTally, EngineStats, PrefixTally};
 use super::{DraftDepth, Engine, EngineOptions, Event, FinishReason, GraphChoice, Request, RequestId};
 use crate::drafting::lookup::look_up;
 use crate::sampling::{Choice, Logprobs, Sampler, Sampling, Token};
@@ -334,6 +335,9 @@ fn shared_keys_and_values_count_once() -> Result<()> {
         pool.snapshot(s)
     };
     let (short, long) = (snapshot(&prompt[..64])?, snapshot(&prompt[64..128])?);
+    let (events, stats) = (&mut Vec::new(), &mut EngineStats::default());
+    let core = Context { model: &model, pool: &mut pool, events, stats };
+    assert_eq!([64, 128].map(|tokens| core.bytes_of(tokens)), [&short, &long].map(|copy| copy.size_in_bytes()));
     let prefixes = engine.stats().prefixes;
     assert_eq!((prefixes.reused, prefixes.bytes), (128 + 64, short.size_in_bytes() + long.bytes_added()));
     Ok(())

@@ -236,6 +236,16 @@ impl SequencePool {
         self.layers.iter().map(bytes).chain(head).sum()
     }
 
+    /// Bytes of one sequence's states of the Gated DeltaNet layers, without rings.
+    pub(crate) fn state_bytes(&self) -> usize {
+        let bytes = |x: &Tensor| x.elem_count() / x.dims()[0] * x.dtype().size_in_bytes();
+        let states = self.layers.iter().filter_map(|layer| match layer {
+            LayerSlots::Linear(states) => Some(bytes(states.conv()) + bytes(states.recurrent())),
+            LayerSlots::Full(_) => None,
+        });
+        states.sum()
+    }
+
     /// Sequences may have up to `max_len` tokens from now on. Keys and values on a device move.
     pub(crate) fn grow_to(&mut self, max_len: usize) -> Result<()> {
         let _working = self.working()?;
