@@ -80,7 +80,7 @@ impl Checkpoint {
             let of_gguf = |entry: &std::fs::DirEntry| entry.path().extension().is_some_and(|name| name == "gguf");
             let has_gguf =
                 std::fs::read_dir(dir).is_ok_and(|mut entries| entries.any(|entry| entry.is_ok_and(|e| of_gguf(&e))));
-            let advice = if has_gguf { "; of a GGUF file give its own path" } else { "" };
+            let advice = if has_gguf { "; to load a GGUF file, give the path of the file" } else { "" };
             bail!("--model: {} has no config.json{advice}", dir.display())
         }
         Ok(Self::of(path, format))

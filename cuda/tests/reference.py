@@ -1,6 +1,7 @@
 """What the kernels compute, in float64 on whatever device the tensors are. Needs torch, no GPU.
 
-`recurrence` is the definition, token by token; `rule` is the same from raw gates. `rule_in_16_bits` is what operands of 16 bits make
+`recurrence` is the definition, token by token; `rule` is the same from raw gates, and `packed_chunks`
+the same in chunks, for the benchmarks' long sequences. `rule_in_16_bits` is what operands of 16 bits make
 of an input: it bounds the chunk forms where an input is hard.
 """
 import math
@@ -65,22 +66,25 @@ def recurrence(q, k, v, g, beta, state, lens, scale, typical=None):
 
 
 def packed_chunks(q, k, v, g, beta, state, lens, scale):
-    """recurrence() of sequences one after the other, tensors [token, ..] of any dtype. A chunk of tokens at a time: the numbers are
-    the same up to rounding in float64, and long sequences take few launches. Padding has k = 0, beta = 0 and g = 0: it changes no state."""
+    """recurrence() of sequences one after the other, tensors [token, ..] of any dtype, a chunk of tokens at a time. The numbers are the
+    same up to rounding in float64, and long sequences take far fewer launches. Padding has k = 0, beta = 0 and g = 0: it changes no state."""
     counts, ratio, o = torch.tensor(lens, device=v.device), v.shape[1] // k.shape[1], []
     pad = lambda x: torch.nn.utils.rnn.pad_sequence(x.double().split(lens), batch_first=True)
-    q, k, v, g, beta = map(pad, (q * scale, k, v, g[..., None], beta[..., None]))
+    padded = [pad(x) for x in (q * scale, k, v, g[..., None], beta[..., None])]
     state = state.double()
     for t in range(0, max(lens), CHUNK):
-        part = lambda x, times=1: x[:, t:t + CHUNK].repeat_interleave(times, 2).transpose(1, 2)     # [sequence, HV, token, ..]
-        q_, k_, v_, c, beta_ = part(q, ratio), part(k, ratio), part(v), part(g).cumsum(2), part(beta)
-        decay = (c - c.mT).clamp_max(0).exp().tril()        # at token i of what token j wrote
-        wanted = beta_ * (v_ - c.exp() * (k_ @ state.mT))
-        d = torch.linalg.solve_triangular((beta_ * decay * (k_ @ k_.mT)).tril(-1), wanted, upper=False, unitriangular=True)
-        o.append((c.exp() * (q_ @ state.mT) + decay * (q_ @ k_.mT) @ d).transpose(1, 2))
+        by_head = lambda x, times=1: x[:, t:t + CHUNK].repeat_interleave(times, 2).transpose(1, 2)    # [sequence, HV, token, ..]
+        q, k, v, g, beta = (by_head(x, times) for x, times in zip(padded, (ratio, ratio, 1, 1, 1)))
+        c = g.cumsum(2)
+        left = (c - c.mT).clamp_max(0).exp().tril()        # at token i of what token j wrote
+        # An update is beta (v - S k), and S has the updates before it in the chunk: a triangular system.
+        l = (beta * left * (k @ k.mT)).tril(-1)
+        updates = torch.linalg.solve_triangular(l, beta * (v - c.exp() * (k @ state.mT)), upper=False, unitriangular=True)
+        o.append((c.exp() * (q @ state.mT) + left * (q @ k.mT) @ updates).transpose(1, 2))
         last = c[:, :, -1:]
-        state = last.exp() * state + ((last - c).exp() * d).mT @ k_
-    return (torch.cat(o, 1)[torch.arange(max(lens), device=v.device) < counts[:, None]] if o else v.flatten(0, 1)), state
+        state = last.exp() * state + ((last - c).exp() * updates).mT @ k
+    live = torch.arange(max(lens), device=counts.device) < counts[:, None]
+    return (torch.cat(o, 1) if o else padded[2])[live], state
 
 
 # ---- the rule with operands of 16 bits ----

@@ -12,8 +12,8 @@ const NAME: &str = "chat";
 const FUEL: u64 = 4_000_000;
 /// Bytes that it may write, more than any model reads.
 const MAX_BYTES: usize = 64 << 20;
-/// Bytes of a template, some ten times those of the longest published one, and of the stack for reading it.
-const MAX_SOURCE: usize = 128 << 10;
+/// Bytes of a template, and of the stack for reading it: an operator is a byte at least and takes up to 2 KiB of stack, without optimisation more.
+const MAX_SOURCE: usize = 64 << 10;
 const STACK: usize = 512 << 20;
 
 /// A template that was read.
@@ -41,7 +41,7 @@ impl Jinja {
             state.apply_filter("format", &[std::slice::from_ref(&text), values].concat())
         });
         env.add_test("iterable", |value: &Value| !value.is_none() && value.try_iter().is_ok());
-        // What is no number is 0, and text may have spaces around it.
+        // A text that is no number gives 0, and there may be spaces around a number.
         env.add_filter("int", |state: &State, x: Value, default: Option<Value>, base: Option<u32>, more: Kwargs| {
             let default = default.or(more.get("default")?).unwrap_or(Value::from(0));
             filters::int(state, &trimmed(x), Some(default), base, more)

@@ -249,6 +249,8 @@ fn missing_files_are_named() {
     fails("generate", &["--model", "/nowhere/at/all"], 1, &["--model", "/nowhere/at/all"]);
     let empty = tempfile::tempdir().unwrap();
     fails("generate", &["--model", &empty.path().display().to_string()], 1, &["--model", "no config.json"]);
+    std::fs::write(empty.path().join("model.gguf"), "").unwrap();
+    fails("generate", &["--model", &empty.path().display().to_string()], 1, &["give the path of the file"]);
     for (name, says) in
         [("tokenizer.json", "tokenizer.json is missing"), ("model.safetensors", "neither model.safetensors nor")]
     {
