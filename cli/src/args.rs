@@ -29,6 +29,7 @@ const MOST_MADE_UP: usize = 1 << 28;
 /// status 130.
 #[derive(Parser, Debug)]
 #[command(
+    name = "generate",
     version,
     after_help = "Sampling options that are not given come from the checkpoint's generation_config.json, or from a GGUF \
 file's general.sampling.*. Without \"do_sample\": true there, and without any of these entries, the \

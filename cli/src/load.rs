@@ -9,7 +9,7 @@ use candle_core::{DType, Device, DeviceLocation};
 use candle_gdn::Algo;
 use candle_gdn_models::{shard_of, CausalLm, DraftHeadChoice, ModelConfig};
 use candle_nn::VarBuilder;
-use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use clap::builder::{NonEmptyStringValueParser, PossibleValue, PossibleValuesParser, TypedValueParser};
 use std::num::NonZeroUsize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ pub struct ModelArgs {
     pub load_format: LoadFormat,
 
     /// Revision on the hub: a branch, a tag or a commit; owner/name@REVISION says it too [default: main]
-    #[arg(long)]
+    #[arg(long, value_parser = NonEmptyStringValueParser::new())]
     pub revision: Option<String>,
 
     /// Quantise the matrices as they are loaded, those that are not so already; embeddings stay as they are

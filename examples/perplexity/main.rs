@@ -13,7 +13,7 @@ use std::process::ExitCode;
 /// Scores a text: on stdout one line {"id":7,"logprob":-1.234567} for each token from the second
 /// on (natural logarithm), then a line with the count of these tokens, their mean nll and the perplexity.
 #[derive(Parser, Debug)]
-#[command(version, mut_arg("tensor_parallel", |arg| arg.hide(true)))]
+#[command(name = "perplexity", version, mut_arg("tensor_parallel", |arg| arg.hide(true)))]
 struct Args {
     #[command(flatten)]
     model: ModelArgs,

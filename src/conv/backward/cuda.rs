@@ -5,7 +5,7 @@ use crate::conv::cuda::{launch, States};
 use candle_core::backend::BackendStorage;
 use candle_core::{CudaStorage, DType, Result, Tensor};
 use candle_gdn_core::abi as gdn;
-use candle_gdn_core::check::{heads_layout, Lead};
+use candle_gdn_core::check::HeadsLayout;
 use candle_gdn_core::device::cuda::*;
 use candle_gdn_core::device::Locked;
 use candle_gdn_core::{held, held_u32, CuSeqlens};
@@ -41,10 +41,8 @@ pub(super) fn backward(
     op: &ConvDiff,
     DiffPlan { conv: plan, window: start }: &DiffPlan,
     args: [&Tensor; 3],
-    d_y: &Tensor,
+    (d_y, rows): (&Tensor, HeadsLayout),
 ) -> Result<[Tensor; 3]> {
-    let lead = Lead::of_tokens(op.cu_seqlens.as_ref());
-    let d_y_layout = heads_layout(OP, "d_y", d_y.layout(), lead, &d_y.dims()[..lead.rank()], (1, plan.channels))?;
     let locked = Locked::new(args);
     let [x, weight, window] = cuda_storages(OP, locked.storages())?;
     let (device, dtype, weight_dtype) = (x.device(), x.dtype(), weight.dtype());
@@ -61,7 +59,7 @@ pub(super) fn backward(
         let d_window = write(&mut d_window, stream)?;
         let mut params = gdn::ConvBackwardParams {
             x: heads(&x, plan.x, dtype),
-            d_y: heads(&d_y, d_y_layout, dtype),
+            d_y: heads(&d_y, rows, dtype),
             d_x: dense(&d_x, plan.seqs.tokens, 1, plan.channels),
             weight: weight.at(plan.weight_offset, weight_dtype.size_in_bytes()),
             state_in: start.map_or(null(), |start| window.at::<c_void>(start, dtype.size_in_bytes()).cast_const()),

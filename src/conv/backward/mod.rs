@@ -84,24 +84,30 @@ impl ConvDiff {
         let _working = Working::new(args[0].device());
         let [x, weight, window] = args;
         let plan = self.plan([Arg::tensor("x", x), Arg::tensor("weight", weight), Arg::tensor("window", window)])?;
-        let grad = dense_rows(grad)?;
+        let d_y = dense_rows(grad)?;
+        let lead = Lead::of_tokens(self.cu_seqlens.as_ref());
+        let lead_dims = &x.dims()[..lead.rank()];
+        let rows = heads_layout(OP, "d_y", d_y.layout(), lead, lead_dims, (1, plan.conv.channels))?;
         #[cfg(feature = "cuda")]
         let [d_x, d_weight, d_window] = match x.device().is_cuda() {
-            true => cuda::backward(self, &plan, args, &grad)?,
-            false => self.backward_on_cpu(&plan, args, &grad)?,
+            true => cuda::backward(self, &plan, args, (&d_y, rows))?,
+            false => self.backward_on_cpu(&plan, args, (&d_y, rows))?,
         };
         #[cfg(not(feature = "cuda"))]
-        let [d_x, d_weight, d_window] = self.backward_on_cpu(&plan, args, &grad)?;
+        let [d_x, d_weight, d_window] = self.backward_on_cpu(&plan, args, (&d_y, rows))?;
         Ok(tracked(args, [d_x, d_weight.to_dtype(weight.dtype())?, d_window]))
     }
 
-    fn backward_on_cpu(&self, plan: &DiffPlan, [x, weight, window]: [&Tensor; 3], d_y: &Tensor) -> Result<[Tensor; 3]> {
-        let d_y_plan =
-            self.plan([Arg::tensor("x", d_y), Arg::tensor("weight", weight), Arg::tensor("window", window)])?;
+    fn backward_on_cpu(
+        &self,
+        plan: &DiffPlan,
+        [x, weight, window]: [&Tensor; 3],
+        (d_y, rows): (&Tensor, HeadsLayout),
+    ) -> Result<[Tensor; 3]> {
         host::with_storages([x, weight, window, d_y], |[x, weight, window, d_y]| {
             let weight = &plan.weight_of(weight)?[..];
             Ok(by_dtype!(
-                x, d_y => self.gradients(plan, (x, weight), heads(d_y, d_y_plan.conv.x), window),
+                x, d_y => self.gradients(plan, (x, weight), heads(d_y, rows), window),
                 else bail!("{OP}: d_y: expected x's dtype")
             ))
         })
