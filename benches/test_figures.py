@@ -22,13 +22,12 @@ class Figures(unittest.TestCase):
             floors = [line for line in figures.models(df).splitlines() if line.startswith("| floor")]
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
-    def test_our_rows_are_of_one_commit(self):
-        """Rows of whole models have a commit of their own, which may have changed other kernels than those of the layer."""
+    def test_rows_beside_peers_are_of_one_commit(self):
+        """Those of the peers too. PyTorch's projections have no kernel of ours beside them."""
         for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
             heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
-            ours = df[(df.contender == figures.frame.CRATE) & ~df.suite.str.startswith("harness-")]
-            for name, rows in ours.groupby(ours.suite == "model"):
-                self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, (machine, name))
+            rows = df[(df.tool == "benches/peers") & (df.suite != "projections")]
+            self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, machine)
 
 
 if __name__ == "__main__":
