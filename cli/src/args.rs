@@ -20,7 +20,7 @@ const SAMPLE_LEN: usize = 128;
 const CHUNK: usize = 64;
 
 /// Tokens that are made up at most, of all prompts.
-const MOST_MADE_UP: usize = 1 << 28;
+const MOST_MADE_UP: usize = 1 << 24;
 
 /// Completes texts with a Qwen3-Next model. The completions go to stdout, everything else to
 /// stderr. Without arguments: the demo checkpoint and an opening that it knows. One prompt's

@@ -198,9 +198,11 @@ impl Checkpoint {
                 (tokenizer, _) => Ok(tokenizer),
             };
         };
-        // tokenizers 0.23 panics where the JSON of a decoder is not valid.
+        // tokenizers 0.23 panics where the JSON of a decoder is not valid, and over damaged data of a normalizer.
         serde_json::from_str::<Value>(&text).with_context(|| path.display().to_string())?;
-        Tokenizer::from_bytes(text).map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
+        let parsed = std::panic::catch_unwind(|| Tokenizer::from_bytes(text));
+        let parsed = parsed.unwrap_or_else(|_| Err("tokenizers cannot read it, for the reason above".into()));
+        parsed.map(Some).map_err(|e| anyhow::anyhow!("{}: {e}", path.display()))
     }
 
     /// Whether to load the draft head, as `--mtp` says. Random weights have one only with `--mtp on`. The head of a GGUF file

@@ -25,12 +25,23 @@ fn chat_templates_end() {
     generate(&args);
 }
 
+/// The library that reads the file panics over it.
+#[test]
+fn a_damaged_normalizer_is_an_error() {
+    let copy = Copy::new();
+    copy.set("tokenizer.json", "normalizer", json!({"type": "Precompiled", "precompiled_charsmap": "AAAA"}));
+    let run = run("generate", &["--model", &copy.arg(), "--prompt", "a"]);
+    assert_eq!((run.code, run.stdout.as_str()), (Some(1), ""), "{run:?}");
+    run.says(&["precompiled_charsmap", "error: ", "tokenizer.json: tokenizers cannot read it"]);
+}
+
 #[test]
 fn numbers_that_no_machine_has_room_for() {
     for (args, parts) in [
         (&["--prompt-tokens", "100000"][..], &["--prompt-tokens", "max_position_embeddings"][..]),
         (&["--prompt-tokens", "1000000000000"], &["--prompt-tokens", "1 times 1000000000000"]),
         (&["--prompt-tokens", "9", "--batch", "1000000000000"], &["--prompt-tokens", "1000000000000 times 9"]),
+        (&["--prompt-tokens", "1", "--batch", "268435456"], &["--prompt-tokens", "268435456 times 1"]),
     ] {
         fails("generate", args, 1, parts);
     }
