@@ -29,6 +29,14 @@ class Figures(unittest.TestCase):
             rows = df[(df.tool == "benches/peers") & (df.suite != "projections")]
             self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, machine)
 
+    def test_our_rows_are_of_one_commit_a_program(self):
+        """Whole models have a commit of their own."""
+        for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
+            heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
+            ours = df[df.contender == figures.frame.CRATE]
+            for name, rows in ours.groupby([ours.tool, ours.suite == "model"]):
+                self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, (machine, name))
+
 
 if __name__ == "__main__":
     unittest.main()
