@@ -22,20 +22,12 @@ class Figures(unittest.TestCase):
             floors = [line for line in figures.models(df).splitlines() if line.startswith("| floor")]
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
-    def test_rows_beside_peers_are_of_one_commit(self):
-        """Those of the peers too. PyTorch's projections have no kernel of ours beside them."""
+    def test_rows_are_of_one_commit(self):
+        """Ours and the peers'. The harness of the contest has a commit of its own."""
         for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
             heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
-            rows = df[(df.tool == "benches/peers") & (df.suite != "projections")]
+            rows = df[df.tool.isin(["benches/peers", "benches/gpu"])]
             self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, machine)
-
-    def test_our_rows_are_of_one_commit_a_program(self):
-        """Whole models have a commit of their own."""
-        for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
-            heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
-            ours = df[df.contender == figures.frame.CRATE]
-            for name, rows in ours.groupby([ours.tool, ours.suite == "model"]):
-                self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, (machine, name))
 
 
 if __name__ == "__main__":
