@@ -4,9 +4,9 @@
     cargo bench --bench cpu --no-run        # says where the program is
     python3 benches/peers/gguf.py --ours PROGRAM --llama BUILD --threads 1,2 model-q8_0.gguf model-f16.gguf
 
-Prints the tokens/s of the best run of each: prompts up to their logits, and tokens decoded one by one after a prompt;
-writes gguf.json under --out in the format of benches/README.md, where `wall` is the time of all tokens together. With
---avx2 the same once more without AVX-512: here by CANDLE_GDN_AVX512=0, there by a build (cmake -DGGML_NATIVE=OFF).
+random_gguf.py makes a file with random weights. Prints the tokens/s of the best run of each: prompts up to their logits,
+and tokens decoded one by one after a prompt; writes gguf.json under --out in the format of benches/README.md, where `wall`
+is the time of all tokens together. With --avx2 the same once more without AVX-512: here by CANDLE_GDN_AVX512=0, there by a build (cmake -DGGML_NATIVE=OFF).
 Each process makes one run that is not counted before those that are. llama.cpp takes its own defaults (keys and values
 in f16, batches of up to 512 tokens); here they are in f32.
 """
@@ -18,7 +18,7 @@ import sys
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import records
-from llama_cpp import Failure, Parser, TOP, measured, parse_model, row
+from llama_cpp import Failure, Parser, TOP, measured, parse_model, row, version
 
 
 def arguments(argv):
@@ -109,7 +109,7 @@ def main(argv=None):
     command += f" --threads {','.join(map(str, args.threads))} --prompts {args.prompts} --decode {args.decode}"
     command += f" --depth {args.depth} --rounds {args.rounds} {' '.join(map(os.path.basename, args.files))}"
     machine = {"device": cpu, "host": cpu, "threads": max(args.threads)}
-    head = records.header("benches/peers/gguf", command, TOP, machine, {}, {"llama.cpp": "of an existing build"})
+    head = records.header("benches/peers/gguf", command, TOP, machine, {}, {"llama.cpp": version(args.llama)})
     records.save(os.path.join(args.out or os.path.join(TOP, "benches", "results", records.slug(cpu)), "gguf.json"), head, rows)
     return 0
 
