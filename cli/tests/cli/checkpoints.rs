@@ -1,6 +1,6 @@
 //! Checkpoints as other programs leave them.
 
-use crate::cli::{fails, generate, Copy, DEMO, PROMPT};
+use crate::cli::{fails, generate, run, Copy, DEMO, PROMPT};
 use candle_core::{DType, Tensor};
 use serde_json::json;
 
@@ -76,6 +76,15 @@ fn only_the_hub_has_revisions() {
     for model in [DEMO, "nowhere"] {
         let says = format!("--revision: expected --model to be a name on the hub, got {model} and revision v1");
         fails("generate", &["--model", model, "--revision", "v1"], 1, &[&says]);
+    }
+    fails("generate", &["--model", DEMO, "--revision", ""], 2, &["--revision"]);
+}
+
+#[test]
+fn programs_say_their_own_names() {
+    for program in ["generate", "perplexity"] {
+        let version = run(program, &["--version"]).good();
+        assert_eq!(version.stdout, format!("{program} {}\n", env!("CARGO_PKG_VERSION")));
     }
 }
 
