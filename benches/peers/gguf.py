@@ -6,7 +6,8 @@
 
 random_gguf.py makes a file with random weights. Prints the tokens/s of the best run of each: prompts up to their logits,
 and tokens decoded one by one after a prompt; writes gguf.json under --out in the format of benches/README.md, where `wall`
-is the time of all tokens together. With --avx2 the same once more without AVX-512: here by CANDLE_GDN_AVX512=0, there by a build (cmake -DGGML_NATIVE=OFF).
+is the time of all tokens together. With --avx2 the same once more without AVX-512: here by CANDLE_GDN_AVX512=0, there by a
+build (cmake -DGGML_NATIVE=OFF).
 Each process makes one run that is not counted before those that are. llama.cpp takes its own defaults (keys and values
 in f16, batches of up to 512 tokens); here they are in f32.
 """

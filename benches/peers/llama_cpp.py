@@ -123,7 +123,7 @@ def build(folder):
     run("configuring llama.cpp", ["cmake", "-S", target, "-B", built, "-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON",
                                   "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=ON", "-DLLAMA_BUILD_SERVER=OFF"],
         env=env, stdout=subprocess.DEVNULL)
-    run("building llama.cpp", ["cmake", "--build", built, f"-j{len(os.sched_getaffinity(0))}", "--target", *BINARIES],
+    run("building llama.cpp", ["cmake", "--build", built, f"-j{len(os.sched_getaffinity(0))}", "--target", *BINARIES, "llama-quantize"],
         env=env, stdout=subprocess.DEVNULL)
     found = binaries(built)
     if not found:
@@ -222,7 +222,7 @@ def main(argv=None):
     cpu = records.cpu_model()
     machine = {"device": cpu, "host": cpu, "threads": args.threads}
     # Without the folders of whoever ran it.
-    command = f"python3 benches/peers/llama_cpp.py --threads {args.threads}"
+    command = f"python3 benches/peers/llama_cpp.py --threads {args.threads} --repeats {args.repeats}"
     command += f" --gguf {os.path.basename(args.gguf)}" if args.gguf else ""
     head = records.header("benches/peers/llama_cpp", command, TOP, machine, {},
                           {"llama.cpp": version(args.llama)})

@@ -2,7 +2,7 @@
 """Writes a GGUF file of one of our configurations of Qwen3.5 (dense) with random weights in f16, for benches/peers/gguf.py:
 
     python3 benches/peers/random_gguf.py examples/generate/configs/qwen3.5-0.8b.json F16.gguf
-    llama-quantize F16.gguf Q4_K_M.gguf Q4_K_M      # of llama.cpp, for each of its types
+    llama-quantize F16.gguf Q4_K_M.gguf Q4_K_M      # for each other type; llama_cpp.py builds this program of llama.cpp
 
 Names, layout and metadata are those of llama.cpp's converter. Tokens are made up: no text can be made with it. Needs numpy.
 """
@@ -123,11 +123,16 @@ def main(argv=None):
     try:
         with open(args.config, encoding="utf-8") as f:
             config = json.load(f)
-        write(config, args.file)
     except (OSError, ValueError) as e:
-        parser.error(str(e))
+        parser.error(f"{args.config}: {e}")
+    if not isinstance(config, dict) or config.get("model_type") != "qwen3_5_text":
+        parser.error(f"{args.config}: expected the configuration of a dense Qwen3.5, with the model_type qwen3_5_text")
+    try:
+        write(config, args.file)
     except KeyError as e:
-        parser.error(f"{args.config}: no {e}: expected the configuration of a dense Qwen3.5")
+        parser.error(f"{args.config}: no {e}")
+    except (OSError, TypeError, ValueError, ZeroDivisionError, struct.error) as e:
+        parser.error(f"{args.config} to {args.file}: {e}")
     return 0
 
 
