@@ -13,7 +13,7 @@ TEXTS = ["variant", "l2", "includes", "note"]
 NUMBERS = ["launches", "bytes", "flop", "floor_us", "between_bytes"]
 FIELDS = {"suite", "workload", "contender", "auto", "shape", "parts", "error", "host", *CLOCKS, *TEXTS, *NUMBERS}
 # A speedup is over these; no ratio to the best peer counts them.
-BASELINES = ["candle", "torch", "torch-compile", "reference"]
+BASELINES = ["candle", "torch", "torch-compile"]
 # What sets the workloads of a suite apart, which rate tells their speed, and the clock of the short table where it is not
 # the best one: launches of a layer overlap, so its kernel times have no meaningful sum.
 SUITES = {"decode": ("B", "copy", None), "prefill": ("B×T", "matmul", None), "contest-decode": ("B", "copy", None),

@@ -174,7 +174,7 @@ def contest(s, only):
         works, rows = standing(s, clock), []
         ends = works.batch if decode else works.total_tokens.map(lambda n: next((end for end in BUCKETS if n <= end), np.inf))
         for (l2, end), g in works.groupby([works.l2, ends]):
-            others = [c for c in [*peers(s), "reference"] if c in g]
+            others = [c for c in peers(s) if c in g]
             times = {"floor": g.floor, CRATE: g.crate, **{p: g[p] for p in others}}
             ratios = {f"/ {p}": g.crate / g[p] for p in others} | ({"/ best": g.crate / g.best} if len(others) > 1 else {})
             size = f"{end:g}" if decode else f"≤ {end}" if end < np.inf else f"> {BUCKETS[-1]}"

@@ -8,11 +8,11 @@ use candle_core::DType;
 pub const STEP_TOKENS: usize = 16;
 
 /// Tokens a sequence up to which a call of a layer uses the fused step on CUDA. With more, convolution, rule and norm one by
-/// one are faster (the suite `layer`, benches/chain.md).
+/// one are faster (the suite `layer`, docs/2026-11-chain.md).
 pub const FUSED_TOKENS: usize = 8;
 
 /// Sequences up to which the launches of one token overlap. With more the step's blocks only keep the projections' from
-/// running (benches/chain.md).
+/// running (docs/2026-11-chain.md).
 const OVERLAP_SEQUENCES: usize = 16;
 
 /// Most tokens of a sequence that [`Algo::Decode`] supports.

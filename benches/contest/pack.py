@@ -3,7 +3,7 @@
 definitions, the workloads of workloads.json, our solution of each definition and FlashInfer's.
 
     python3 benches/contest/pack.py FOLDER
-    TVM_FFI_CUDA_ARCH_LIST=9.0a flashinfer-bench run --local FOLDER
+    TVM_FFI_CUDA_ARCH_LIST=9.0a python3 benches/contest/run.py FOLDER
     python3 benches/contest/report.py FOLDER
 
 Needs torch and safetensors, no GPU. v, a and b are the harness's own normal numbers, new for each trial. What has to be of

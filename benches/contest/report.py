@@ -4,8 +4,7 @@
     python3 benches/contest/report.py FOLDER && python3 benches/report.py
 
 Writes benches/results/<device>/flashinfer-bench.json, suites harness-decode and harness-prefill. All figures are the harness's
-own: a latency is its mean, so minimum and maximum are the same number. `reference` is the reference in float64 of each
-definition, over which the harness forms its speedup.
+own: a latency is its mean, so minimum and maximum are the same number.
 """
 import argparse
 import glob
@@ -42,7 +41,6 @@ def row(kind, contender, variant, number, axes, ms, error, note=""):
 
 
 def rows(found):
-    reference = set()
     for (kind, solution, number), (axes, e) in sorted(found.items(), key=lambda item: (item[0][0], item[0][2], item[0][1])):
         # candle_gdn_decode, flashinfer_decode_in_place
         contender, _, variant = solution.partition(f"_{kind}")
@@ -50,11 +48,7 @@ def rows(found):
         if e["status"] != "PASSED":
             yield row(kind, *names, number, axes, None, None, f"failed: {e['status']}")
             continue
-        speed = e["performance"]
-        yield row(kind, *names, number, axes, speed["latency_ms"], {"absolute": e["correctness"]["max_absolute_error"]})
-        if (kind, number) not in reference:
-            reference.add((kind, number))
-            yield row(kind, "reference", "", number, axes, speed["reference_latency_ms"], None)
+        yield row(kind, *names, number, axes, e["performance"]["latency_ms"], {"absolute": e["correctness"]["max_absolute_error"]})
 
 
 def main(argv=None):
@@ -64,10 +58,10 @@ def main(argv=None):
     args = parser.parse_args(argv)
     found = evaluations(args.folder)
     if not found:
-        parser.error(f"no traces in {args.folder}: flashinfer-bench run --local {args.folder} writes them")
+        parser.error(f"no traces in {args.folder}: benches/contest/run.py {args.folder} writes them")
     _, first = next(iter(found.values()))
     device, libs = first["environment"]["hardware"], first["environment"]["libs"]
-    head = records.header("flashinfer-bench", "flashinfer-bench run --local FOLDER", TOP, {"device": device, "cuda": libs.get("cuda")},
+    head = records.header("flashinfer-bench", "python3 benches/contest/run.py FOLDER", TOP, {"device": device, "cuda": libs.get("cuda")},
                           {}, libs)
     head["date"] = first["timestamp"][:10]
     out = args.out or os.path.join(TOP, "benches", "results", records.slug(device), "flashinfer-bench.json")

@@ -68,7 +68,7 @@ fn check_present(vb: &VarBuilder, name: &str) -> Result<()> {
     if !vb.contains_tensor(name) {
         let prefix = vb.prefix();
         let path = if prefix.is_empty() { name.to_owned() } else { format!("{prefix}.{name}") };
-        bail!("GatedDeltaNet: load: expected the weight `{path}`, found none");
+        bail!("linear attention: expected the weight `{path}`, found none");
     }
     Ok(())
 }

@@ -1,5 +1,4 @@
-"""The gated delta rule over packed sequences, in float64 and 64 tokens at a time: the harness runs the reference some 180
-times for each workload, which token by token would take it hours."""
+"""The gated delta rule over packed sequences, in float64 and 64 tokens at a time: token by token a call takes seconds."""
 import torch
 import torch.nn.functional as F
 
