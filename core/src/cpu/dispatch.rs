@@ -6,14 +6,34 @@ use pulp::{Arch, WithSimd};
 /// processors without it do.
 pub fn arch() -> Arch {
     static ARCH: std::sync::OnceLock<Arch> = std::sync::OnceLock::new();
-    *ARCH.get_or_init(|| match std::env::var_os("CANDLE_GDN_AVX512") {
-        #[cfg(target_arch = "x86_64")]
-        Some(value) if value == "0" => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
-        _ => Arch::new(),
+    *ARCH.get_or_init(|| {
+        let found = match std::env::var_os("CANDLE_GDN_AVX512") {
+            #[cfg(target_arch = "x86_64")]
+            Some(value) if value == "0" => pulp::x86::V3::try_new().map_or(Arch::Scalar, Arch::V3),
+            _ => Arch::new(),
+        };
+        match found {
+            // `dispatch` relies on both. No processor has AVX2 alone.
+            #[cfg(target_arch = "x86_64")]
+            Arch::V3(_) if !std::arch::is_x86_feature_detected!("f16c") => Arch::Scalar,
+            found => found,
+        }
     })
 }
 
 /// Runs a closure-like job with the best instruction set.
 pub fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
-    arch().dispatch(op)
+    match arch() {
+        // SAFETY: the processor has what V3 stands for, and F16C, as `arch` says.
+        #[cfg(target_arch = "x86_64")]
+        Arch::V3(simd) => unsafe { with_f16c(op, simd) },
+        arch => arch.dispatch(op),
+    }
+}
+
+/// What [`Arch::dispatch`] does for V3, which lacks the conversions of f16.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx2,bmi1,bmi2,f16c,fma,fxsr,lzcnt,popcnt")]
+unsafe fn with_f16c<Op: WithSimd>(op: Op, simd: pulp::x86::V3) -> Op::Output {
+    op.with_simd(simd)
 }

@@ -21,3 +21,29 @@ fn every_half_widens_exactly() {
         }
     }
 }
+
+/// By the instructions of this machine.
+#[test]
+fn every_half_is_loaded_exactly() {
+    struct Load<'a, T>(&'a [T]);
+    impl<T: Element> WithSimd for Load<'_, T> {
+        type Output = Vec<f32>;
+
+        #[inline(always)]
+        fn with_simd<S: Simd>(self, simd: S) -> Vec<f32> {
+            let vectors: Vec<S::f32s> = self.0.chunks_exact(S::F32_LANES).map(|src| T::load(simd, src)).collect();
+            bytemuck::cast_slice(&vectors).to_vec()
+        }
+    }
+    fn check<T: Element>(of_bits: fn(u16) -> T) {
+        let all: Vec<T> = (0..=u16::MAX).map(of_bits).collect();
+        let wide = dispatch(Load(&all));
+        assert_eq!(wide.len(), all.len());
+        for (bits, (got, want)) in wide.iter().zip(&all).enumerate() {
+            let want = want.to_f32();
+            assert!(got.to_bits() == want.to_bits() || got.is_nan() && want.is_nan(), "{bits:#x}: {got} {want}");
+        }
+    }
+    check(bf16::from_bits);
+    check(f16::from_bits);
+}
