@@ -1,5 +1,7 @@
 """The tables of the READMEs are those of the records: `python3 -m unittest discover benches`. Needs pandas and matplotlib."""
+import json
 import os
+import re
 import sys
 import unittest
 
@@ -22,12 +24,17 @@ class Figures(unittest.TestCase):
             floors = [line for line in figures.models(df).splitlines() if line.startswith("| floor")]
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
-    def test_rows_are_of_one_commit(self):
-        """Ours and the peers'. The harness of the contest has a commit of its own."""
-        for machine in ("nvidia-h200", "nvidia-h100-80gb-hbm3"):
-            heads, df = figures.frame.load(figures.TOP / "benches/results" / machine)
-            rows = df[df.tool.isin(["benches/peers", "benches/gpu"])]
-            self.assertEqual(len({heads[n]["commit"] for n in rows.file}), 1, machine)
+    def test_results_of_a_machine_are_of_one_commit(self):
+        """Records, and pages that name a commit. Experiments with commits of their own are dated pages in docs."""
+        for machine in (figures.TOP / "benches/results").iterdir():
+            found = {}
+            for path in machine.rglob("*"):
+                if path.suffix == ".json" and path.parent.name != "profile":
+                    found[path.name] = [json.loads(path.read_text(encoding="utf-8"))["commit"]]
+                elif path.suffix == ".md" and path.name != "table.md":
+                    found[path.name] = re.findall(r"\b[Cc]ommit ([0-9a-f]{7})\b", path.read_text(encoding="utf-8"))
+            self.assertEqual(len({commit for commits in found.values() for commit in commits}), 1, f"{machine.name}: {found}")
+            self.assertNotIn([], found.values(), machine.name)
 
 
 if __name__ == "__main__":
