@@ -29,7 +29,9 @@ class Figures(unittest.TestCase):
         for machine in (figures.TOP / "benches/results").iterdir():
             found = {}
             for path in machine.rglob("*"):
-                if path.suffix == ".json" and path.parent.name != "profile":
+                if path.name == "about.tsv":
+                    found[path.name] = [line.split("\t")[2] for line in path.read_text(encoding="utf-8").splitlines()]
+                elif path.suffix == ".json" and path.parent.name != "profile":
                     found[path.name] = [json.loads(path.read_text(encoding="utf-8"))["commit"]]
                 elif path.suffix == ".md" and path.name != "table.md":
                     found[path.name] = re.findall(r"\b[Cc]ommit ([0-9a-f]{7})\b", path.read_text(encoding="utf-8"))
