@@ -25,7 +25,7 @@ class Figures(unittest.TestCase):
             self.assertEqual([line.count("–") for line in floors], gaps, note)
 
     def test_results_of_a_machine_are_of_one_commit(self):
-        """Records, and pages that name a commit. Experiments with commits of their own are dated pages in docs."""
+        """Records, and pages that name a commit. Experiments with commits of their own are in docs/results."""
         for machine in (figures.TOP / "benches/results").iterdir():
             found = {}
             for path in machine.rglob("*"):
