@@ -13,7 +13,7 @@ pub fn arch() -> Arch {
             _ => Arch::new(),
         };
         match found {
-            // `dispatch` relies on both. No processor has AVX2 alone.
+            // `dispatch` relies on F16C, which every known processor with AVX2 has.
             #[cfg(target_arch = "x86_64")]
             Arch::V3(_) if !std::arch::is_x86_feature_detected!("f16c") => Arch::Scalar,
             found => found,
@@ -24,7 +24,7 @@ pub fn arch() -> Arch {
 /// Runs a closure-like job with the best instruction set.
 pub fn dispatch<Op: WithSimd>(op: Op) -> Op::Output {
     match arch() {
-        // SAFETY: the processor has what V3 stands for, and F16C, as `arch` says.
+        // SAFETY: the processor has what V3 stands for, and F16C, which `arch` asked for.
         #[cfg(target_arch = "x86_64")]
         Arch::V3(simd) => unsafe { with_f16c(op, simd) },
         arch => arch.dispatch(op),
