@@ -29,12 +29,13 @@ class Figures(unittest.TestCase):
         for machine in (figures.TOP / "benches/results").iterdir():
             found = {}
             for path in machine.rglob("*"):
+                name = str(path.relative_to(machine))
                 if path.name == "about.tsv":
-                    found[path.name] = [line.split("\t")[2] for line in path.read_text(encoding="utf-8").splitlines()]
+                    found[name] = [line.split("\t")[2] for line in path.read_text(encoding="utf-8").splitlines()]
                 elif path.suffix == ".json" and path.parent.name != "profile":
-                    found[path.name] = [json.loads(path.read_text(encoding="utf-8"))["commit"]]
+                    found[name] = [json.loads(path.read_text(encoding="utf-8"))["commit"]]
                 elif path.suffix == ".md" and path.name != "table.md":
-                    found[path.name] = re.findall(r"\b[Cc]ommit ([0-9a-f]{7})\b", path.read_text(encoding="utf-8"))
+                    found[name] = re.findall(r"\b[Cc]ommit ([0-9a-f]{7})\b", path.read_text(encoding="utf-8"))
             self.assertEqual(len({commit for commits in found.values() for commit in commits}), 1, f"{machine.name}: {found}")
             self.assertNotIn([], found.values(), machine.name)
 
