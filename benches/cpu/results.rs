@@ -68,7 +68,9 @@ pub fn write(works: &[Work], since: SystemTime, threads: usize) -> Result<()> {
         rows.push(work.row.clone().wall(time));
     }
     if rows.is_empty() {
-        return Ok(()); // `--list`, or a filter that nothing passed
+        // `--list`, a filter that nothing passed, or a program that was moved away from criterion's folder.
+        eprintln!("nothing written: {} has no samples of this run", folder.display());
+        return Ok(());
     }
     rows.into_iter().for_each(|row| run.push(row));
     let path = results_folder(&run.machine.device).join("cpu.json");
