@@ -5,7 +5,7 @@
 
 use crate::pool::{poison_pool, poison_slot};
 use crate::random_layer::{layer, of_128, parts, rows, small};
-use crate::support::{devices, rel_rms, soak, values, Rng};
+use crate::support::{devices, rel_rms, resident, soak, values, Rng};
 use candle_core::{DType, Device, Tensor};
 use candle_gdn::{Accepted, CuSeqlens, GatedDeltaNet, GdnState, PoolOptions, Slots, StatePool, NO_SLOT};
 
@@ -343,12 +343,6 @@ impl World {
             self.end(n);
         }
     }
-}
-
-/// Resident bytes of this process, where the system says so.
-fn resident() -> Option<usize> {
-    let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
-    Some(pages.split_whitespace().nth(1)?.parse::<usize>().ok()? * 4096)
 }
 
 #[test]

@@ -53,6 +53,12 @@ pub fn soak() -> Option<usize> {
     std::env::var("CANDLE_GDN_SOAK").ok().map(|n| n.parse().expect("CANDLE_GDN_SOAK: a number"))
 }
 
+/// Resident bytes of this process, where the system says so.
+pub fn resident() -> Option<usize> {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
+    Some(pages.split_whitespace().nth(1)?.parse::<usize>().ok()? * 4096)
+}
+
 fn devices_with(cuda: fn(usize) -> Result<Device>) -> Vec<Device> {
     let wanted = std::env::var("CANDLE_GDN_TEST_DEVICE").unwrap_or_default();
     // Without the feature `cuda` of the package under test there is no such device.

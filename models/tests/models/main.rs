@@ -17,6 +17,7 @@ mod draft_head_formats;
 mod dying_ranks;
 mod engine;
 mod engine_faults;
+mod engine_soak;
 mod families;
 mod faults;
 mod fp8;
